@@ -14,6 +14,7 @@ from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.drivers.plan.proofs.validate import validate
 from pippy.ir.base.names import stage_index
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.verify.verify import check_rules
@@ -73,9 +74,10 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     training = bool(schedule.backward) and compiled.loss is not None
     work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
     replicated = _replicated(compiled, interpreter) if training else ()
+    notes = _noting(compiled, interpreter) if schedule.replicas > 1 else ()
     _check_backward(schedule, work)
     edges = tuple(_edges(work))
-    program = _fitted(schedule, edges, work, replicated)
+    program = _fitted(schedule, edges, work, replicated, notes)
     validate(program, buffer)
     worker_of = program.placement.worker_of
     return Lowered(program, work, dict(_inputs(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of)))
@@ -116,15 +118,17 @@ def _fitted(
     edges: tuple[Edge, ...],
     work: Mapping[Pass, tuple[Work, ...]],
     replicated: tuple[Replicated, ...],
+    notes: tuple[int, ...],
 ) -> Program:
     """The schedule with the Pipe's edges. A program that has edges already must have the same ones."""
     if schedule.edges is not None:
         _check_same("edge", set(map(str, schedule.edges)), set(map(str, edges)))
     if schedule.lowered:
         _check_same("replicated", set(map(str, schedule.replicated)), set(map(str, replicated)))
+        _check_same("notes", set(map(str, schedule.notes)), set(map(str, notes)))
         return schedule
     backward = [key.stage for key in work if key.phase == "B"]
-    return add_communication(schedule.for_graph(edges, backward, replicated))
+    return add_communication(schedule.for_graph(edges, backward, replicated, notes))
 
 
 def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:
@@ -142,6 +146,13 @@ def _replicated(compiled: Compiled, interpreter: RemoteInterpreter) -> tuple[Rep
         name = compiled.qualnames.canonical[compiled.remap_qualname(f"{stage}.{local}")]
         groups.append(Replicated(name, tuple(sorted(stages))))
     return tuple(groups)
+
+
+def _noting(compiled: Compiled, interpreter: RemoteInterpreter) -> tuple[int, ...]:
+    """The stages with batch norms that count whole mini-batches."""
+    calls = compiled.split_gm.graph.find_nodes(op="call_module")
+    modules = ((call, each) for call in calls for each in compiled.stage(str(call.target)).modules())
+    return tuple(sorted({interpreter.stage_of(call) for call, each in modules if isinstance(each, DeferredBatchNorm)}))
 
 
 def _inputs(

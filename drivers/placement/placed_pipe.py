@@ -13,7 +13,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
-from pippy.drivers.plan.language.instructions import Compute
+from pippy.drivers.plan.language.instructions import NOTES, Compute
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
@@ -23,7 +23,6 @@ from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.ir.base.names import LOSS, named_state, stage_index
 from pippy.ir.base.trees import describe
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.shared_tensors import get_tensor
@@ -81,10 +80,7 @@ class PlacedPipe:
             buckets=self.buckets,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
-            twins=self.twins(worker),
-            notes=any(
-                isinstance(each, DeferredBatchNorm) for call in calls for each in self.compiled.stage(call).modules()
-            ),
+            replicas=len(self.replicas) > 1,
         )
 
     @cached_property
@@ -125,13 +121,6 @@ class PlacedPipe:
             copied = {place for group in groups for place in group}
             groups += [(place,) for place in self._parameter_places() if place not in copied]
         return tuple(map(self._copies, groups))
-
-    def twins(self, worker: int) -> tuple[int, ...]:
-        """The workers that hold the same stages, one for each replica; none if there are no replicas."""
-        if len(self.replicas) == 1:
-            return ()
-        stage = next(stage for ranks in self.replicas for stage, rank in enumerate(ranks) if rank == worker)
-        return tuple(ranks[stage] for ranks in self.replicas)
 
     @cached_property
     def buckets(self) -> tuple[GradientBucket, ...]:
@@ -241,15 +230,16 @@ class PlacedPipe:
         ranks = tuple(
             ranks[placement.stages_of(worker)[0]] for ranks in replicas for worker in range(placement.workers)
         )
-        value_numbers = {edge.value: number for number, edge in enumerate(lowered.program.flow)}
+        values = [*(edge.value for edge in lowered.program.flow), NOTES]
         return {
             rank: AddProgram(
                 program=number,
                 order=order,
                 work=(work := dict(_own_work(lowered, order))),
                 calls={each.call: self.call_of(each.call) for calls in work.values() for each in calls},
-                value_numbers=value_numbers,
+                value_numbers={name: number for number, name in enumerate(values, 2 * len(self.buckets))},
                 ranks=ranks,
+                worker=worker,
                 returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker % placement.workers),
                 single_loss=single_loss,
                 share=shares[worker // placement.workers],

@@ -46,10 +46,11 @@ class OutOfOrderLimits:
 class AddProgram(NeedsPeers):
     """A worker's part of a program, under a number: sent once, run in many steps.
 
-    ``value_numbers`` numbers the values that are sent between workers; the gradients that are added up follow behind.
-    ``ranks`` has the cluster's worker for each worker of the program. ``returns`` lists the values that go back to the
-    controller. Without ``out_of_order``, the worker keeps the order of its instructions. ``share`` are the micro-batches that
-    it computes.
+    ``value_numbers`` numbers the values that are sent between workers, notes of batch norms included. The numbers before these
+    are those of buckets: of their gradients and sums, and behind them of their updated parameters.
+    ``ranks`` has the cluster's worker for each worker of the program; ``worker`` is this one's number in it. ``returns`` lists
+    the values that go back to the controller. Without ``out_of_order``, the worker keeps the order of its instructions.
+    ``share`` are the micro-batches that it computes.
     """
 
     program: int
@@ -58,6 +59,7 @@ class AddProgram(NeedsPeers):
     calls: Mapping[str, CallForm]
     value_numbers: Mapping[str, int]
     ranks: tuple[int, ...]
+    worker: int
     returns: tuple[str, ...]
     single_loss: bool
     share: range

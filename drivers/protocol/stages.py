@@ -13,9 +13,8 @@ class Load(NeedsPeers):
     """The stages that a worker will run.
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
-    read too. ``buckets`` have all parameters with copies. ``twins`` are the workers that hold the same stages, one for each
-    replica of the pipeline, if there are replicas; ``notes`` says whether these stages have deferred batch norms. ``compile``
-    has the options of torch.compile, or None if the stages are not compiled.
+    read too. ``buckets`` have all parameters with copies. ``replicas`` says whether other workers hold the same stages, for
+    other replicas of the pipeline. ``compile`` has the options of torch.compile, or None if the stages are not compiled.
     """
 
     modules: Pickled
@@ -23,13 +22,11 @@ class Load(NeedsPeers):
     buckets: tuple[GradientBucket, ...]
     seed: int
     compile: Pickled | None = None
-    twins: tuple[int, ...] = ()
-    notes: bool = False
+    replicas: bool = False
 
     def peers(self, worker: int) -> set[int]:
-        """The workers that it adds up gradients with: the owner of a bucket with all others. And the workers that it sends the
-        statistics of deferred batch norms to."""
-        found = {*self.twins} - {worker} if self.notes else set()
+        """The workers that it adds up gradients with: the owner of a bucket with all others."""
+        found: set[int] = set()
         for bucket in self.buckets:
             others = {*bucket.workers} - {bucket.owner}
             found |= others if worker == bucket.owner else {bucket.owner} if worker in others else set()

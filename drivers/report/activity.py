@@ -95,8 +95,8 @@ def activities(
             case Send(_, _, to):
                 until(stop, Cause.SENDING, to, at)
             case _:
-                adds_up = instruction.kind.adds_up and record.adding is not None
-                until(stop, Cause.ADDING if adds_up else Cause.PYTHON, at=at)
+                adding = instruction.kind.exchange and record.adding is not None
+                until(stop, Cause.ADDING if adding else Cause.PYTHON, at=at)
     if record.adding is not None:
         until(record.adding, Cause.PYTHON)
         until(record.ended, Cause.ADDING)

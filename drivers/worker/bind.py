@@ -11,15 +11,18 @@ from torch import nn
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
+    NOTES,
     Compute,
     Free,
     Op,
     Receive,
     ReceiveGradients,
+    ReceiveNotes,
     ReceiveSum,
     Reduce,
     Send,
     SendGradients,
+    SendNotes,
     SendSum,
     own_value,
 )
@@ -82,7 +85,6 @@ class BoundProgram:
         }
         self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
         self.gathers = program.single_loss and LOSS in self.calls
-        self.first_bucket = len(program.value_numbers)  # of the messages with gradients that are added up
         self.computes_until = max(
             (at for at, each in enumerate(program.order) if isinstance(each, Compute)), default=-1
         )
@@ -120,20 +122,28 @@ class BoundProgram:
         return handlers.free, (own_value(free),)
 
     def send_gradients(self, send: SendGradients) -> Bound:
-        return handlers.send_gradients, (send.sum, self.program.ranks[send.to], self.first_bucket)
+        return handlers.send_gradients, (send.sum, self.program.ranks[send.to])
 
     def receive_gradients(self, receive: ReceiveGradients) -> Bound:
         source, whole = self.program.ranks[receive.source], self.at > self.computes_until
-        return handlers.receive_gradients, (receive.sum, source, self.first_bucket, whole)
+        return handlers.receive_gradients, (receive.sum, source, whole)
 
     def reduce(self, each: Reduce) -> Bound:
         return handlers.add_up, (each.sum,)
 
     def send_sum(self, send: SendSum) -> Bound:
-        return handlers.send_sum, (send.sum, self.program.ranks[send.to], self.first_bucket)
+        return handlers.send_sum, (send.sum, self.program.ranks[send.to])
 
     def receive_sum(self, receive: ReceiveSum) -> Bound:
-        return handlers.receive_sum, (receive.sum, self.program.ranks[receive.source], self.first_bucket)
+        return handlers.receive_sum, (receive.sum, self.program.ranks[receive.source])
+
+    def send_notes(self, send: SendNotes) -> Bound:
+        key = self.program.value_numbers[NOTES], self.program.worker
+        return handlers.send_notes, (self.program.ranks[send.to], key)
+
+    def receive_notes(self, receive: ReceiveNotes) -> Bound:
+        key = self.program.value_numbers[NOTES], receive.source
+        return handlers.receive_notes, (self.program.ranks[receive.source], key)
 
     def forward(self, compute: Compute) -> Bound:
         stage, microbatch = compute.stage, compute.microbatch
@@ -206,6 +216,8 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
     Reduce: BoundProgram.reduce,
     SendSum: BoundProgram.send_sum,
     ReceiveSum: BoundProgram.receive_sum,
+    SendNotes: BoundProgram.send_notes,
+    ReceiveNotes: BoundProgram.receive_notes,
 }
 
 

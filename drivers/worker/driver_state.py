@@ -43,7 +43,7 @@ from pippy.drivers.worker.gradients.gradient_sums import GradientSums
 from pippy.drivers.worker.gradients.gradients import Gradients, norm
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
 from pippy.drivers.worker.gradients.parameter_shares import ParameterShares
-from pippy.drivers.worker.gradients.replica_buffers import NotesOfReplicas, ReplicaBuffers
+from pippy.drivers.worker.gradients.replica_buffers import ReplicaBuffers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
@@ -88,9 +88,7 @@ class DriverState:
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
         self.statistics = StepStatistics.of(self.modules, self.constant)
-        self.buffers = ReplicaBuffers(self.modules) if load.twins else None
-        if self.statistics is not None and load.twins:
-            self.statistics.exchange = NotesOfReplicas(load.twins, index, transport).exchange
+        self.buffers = ReplicaBuffers(self.modules) if load.replicas else None
         self.programs: dict[int, Executor] = {}
         self.sums: Executor | None = None  # a program that adds up gradients
         self.optimizers: dict[int, WorkerOptimizer] = {}
@@ -162,11 +160,6 @@ class DriverState:
     def generating(self) -> str | None:
         """What is done now of a call that makes tokens."""
         return None if self.generation is None else self.generation.doing
-
-    @property
-    def first_bucket(self) -> int:
-        """The number of the first bucket, in the keys of what a command of its own adds up."""
-        return 0 if self.sums is None else self.sums.bound.first_bucket
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
@@ -365,8 +358,7 @@ class DriverState:
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
-            behind_sums = self.first_bucket + len(self.buckets)
-            self.shares[step.optimizer].exchange(number, self.transport, behind_sums)
+            self.shares[step.optimizer].exchange(number, self.transport, len(self.buckets))
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 

@@ -7,6 +7,7 @@
     W  the half  computes those
     send, receive, free      move and drop values, by name and micro-batch
     send gradients, reduce, send sum, and what receives      add up the gradients of copies: gradient_sums.py
+    send notes, receive notes                                of batch norms that count all replicas: step_statistics.py
 
 A computation is one or more calls, of its stage and of `_loss`, and each has a handler of its own.
 """
@@ -236,20 +237,20 @@ def free(step: StepContext, key: Key) -> None:
     del step.values[key]
 
 
-def send_gradients(step: StepContext, name: str, to: int, first: int) -> None:
-    """Send this worker's gradients of a sum to the one that adds them up. ``first`` is the number of the first bucket."""
+def send_gradients(step: StepContext, name: str, to: int) -> None:
+    """Send this worker's gradients of a sum to the one that adds them up."""
     if step.given_up():
         raise Interrupted
     if step.adding is not None:
         for at, gradients in step.adding.leaving(name):
-            step.transport.send(to, (step.number, first + at, step.adding.sums.index), gradients)
+            step.transport.send(to, (step.number, at, step.adding.sums.index), gradients)
 
 
-def receive_gradients(step: StepContext, name: str, source: int, first: int, whole: bool) -> None:
+def receive_gradients(step: StepContext, name: str, source: int, whole: bool) -> None:
     """Wait for another worker's gradients of a sum. ``whole`` says that those of this worker will not change."""
     if step.adding is not None:
         for at in step.adding.sums.buckets_of(name):
-            found = step.transport.receive((step.number, first + at, source), source)
+            found = step.transport.receive((step.number, at, source), source)
             step.adding.arrived(at, source, found, whole)
 
 
@@ -259,19 +260,31 @@ def add_up(step: StepContext, name: str) -> None:
         step.adding.add_up(name)
 
 
-def send_sum(step: StepContext, name: str, to: int, first: int) -> None:
+def send_sum(step: StepContext, name: str, to: int) -> None:
     """Send a sum to another worker."""
     if step.adding is not None:
         for at, totals in step.adding.leaving_sums(name):
-            step.transport.send(to, (step.number, first + at, to), totals)
+            step.transport.send(to, (step.number, at, to), totals)
 
 
-def receive_sum(step: StepContext, name: str, source: int, first: int) -> None:
+def receive_sum(step: StepContext, name: str, source: int) -> None:
     """Wait for a sum."""
     if step.adding is not None:
         for at in step.adding.awaited(name):
-            key = step.number, first + at, step.adding.sums.index
+            key = step.number, at, step.adding.sums.index
             step.adding.take(at, step.transport.receive(key, source))
+
+
+def send_notes(step: StepContext, to: int, key: tuple[int, int]) -> None:
+    """Tell a worker of another replica what batch norms have noted, if this step counts it."""
+    if step.statistics is not None and step.statistics.counts:
+        step.transport.send(to, (step.number, *key), step.statistics.notes())
+
+
+def receive_notes(step: StepContext, source: int, key: tuple[int, int]) -> None:
+    """Wait for what the batch norms of another replica have noted."""
+    if step.statistics is not None and step.statistics.counts:
+        step.statistics.take(step.transport.receive((step.number, *key), source))
 
 
 def nothing(step: StepContext) -> None:

@@ -32,6 +32,7 @@ from pippy.drivers.plan.language.instructions import (
     MicrobatchValue,
     Op,
     SendGradients,
+    SendNotes,
 )
 from pippy.drivers.plan.language.program import live_changes, peak_live
 
@@ -167,7 +168,9 @@ class ComputationQueues:
                     passes[op, stage, microbatch] = at
                 case SendGradients():
                     self._need(at, list(adding.values()))
-                case _ if each.kind.adds_up:  # these come last
+                case SendNotes():
+                    self._need(at, [place for (op, *_), place in passes.items() if op == Op.FORWARD])
+                case _ if each.kind.exchange:  # these come last
                     pass
                 case _:
                     self._move(at, each, makers, users)

@@ -18,7 +18,6 @@ from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.gradients.replica_buffers import NOTES
 from pippy.drivers.worker.state.kept_states import KEPT_NUMBER
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
@@ -118,15 +117,14 @@ class Worker:
             return state.generation.named(number, microbatch)
         if number == KEPT_NUMBER:
             return f"the copy of the state of worker {microbatch}"
-        if number == NOTES:
-            return f"what the batch norms of worker {microbatch} have noted"
-        first = state.first_bucket if executor is None else executor.bound.first_bucket
-        if executor is None or number >= first:
-            return state.gradients.sums.named(number - first, microbatch)
+        if executor is None:
+            return state.gradients.sums.named(number, microbatch)
         instruction = executor.current()
-        source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
-        names = {number: name for name, number in executor.program.value_numbers.items()}
-        return f"{names.get(number)} of micro-batch {microbatch} of step {step}, from worker {source}"
+        kind = instruction.kind
+        if kind.gives is None or kind.receives_from is None:  # it has come meanwhile
+            return "nothing"
+        what = kind.gives(instruction)[0] + f" of micro-batch {microbatch}" * isinstance(instruction, Receive)
+        return f"{what} of step {step}, from worker {executor.program.ranks[kind.receives_from(instruction)]}"
 
     def _obey(self, command: Command) -> Any:
         self._drop(command.dropped)

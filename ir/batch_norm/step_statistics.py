@@ -4,11 +4,12 @@ A step may fail on another worker after it has ended here. So what the statistic
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +26,14 @@ class _Update:
     before: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-Exchange = Callable[[int, Sequence[Sequence[Noted]]], Sequence[Sequence[Noted]]]
+_FIELDS = [each.name for each in fields(Noted)]
+Notes = list[tuple[Any, ...]]  # what a norm has noted
 
 
 class StepStatistics:
     """The deferred batch norms of some stages. ``microbatch`` is the one that runs now.
 
-    Where other workers run the same stages on other micro-batches of a step, ``exchange`` gives what each norm has noted on all
-    of them, from the number of the step and what each has noted here.
+    Where other workers run the same stages on other micro-batches of a step, each ``takes`` the ``notes`` of the others.
 
     ``constant`` names the tensors of each stage that other stages read, too: an update of these is refused.
     """
@@ -42,7 +43,7 @@ class StepStatistics:
         found = [each for stage in stages.values() for each in stage.modules() if isinstance(each, DeferredBatchNorm)]
         self.norms = list(dict.fromkeys(found))
         self.microbatch = 0
-        self.exchange: Exchange | None = None
+        self._others: list[Sequence[Notes]] = []  # what the norms of other workers have noted in this step
         self._turns = count()
         self._updates: list[_Update] = []
 
@@ -59,13 +60,27 @@ class StepStatistics:
             norm.note, norm.noted = self._uncompiled if "torch._dynamo" in sys.modules else self._noted, ()
         try:
             yield
-            if self.exchange is not None and any(norm.training for norm in self.norms):
-                for norm, notes in zip(self.norms, self.exchange(number, [norm.noted for norm in self.norms])):
-                    norm.noted = tuple(notes)
+            for notes in self._others:
+                for norm, of_norm in zip(self.norms, notes):
+                    norm.noted = (*norm.noted, *(Noted(*each) for each in of_norm))
             self._update(number)
         finally:
+            self._others = []
             for norm in self.norms:
                 norm.note, norm.noted = None, ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this step may change running statistics."""
+        return any(norm.training and norm.note is not None for norm in self.norms)
+
+    def notes(self) -> list[Notes]:
+        """What each norm has noted here in this step, in plain values."""
+        return [[tuple(getattr(each, name) for name in _FIELDS) for each in norm.noted] for norm in self.norms]
+
+    def take(self, notes: Sequence[Notes]) -> None:
+        """Count what the norms of another worker have noted, too."""
+        self._others.append(notes)
 
     def settle(self, through: int) -> None:
         """The steps up to a number have succeeded everywhere."""

@@ -317,7 +317,7 @@ class _Walk:
         if kind.adds_up:
             self._add_up(instruction)
             return
-        if kind.gives:
+        if kind.gives and kind.exchange is None:  # notes are small
             self._change(kind.gives(instruction), _WAITING, 1)
         if kind.drops:
             self._change(kind.drops(instruction), _WAITING, -1)

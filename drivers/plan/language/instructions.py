@@ -17,6 +17,9 @@ Before that come ``send gradients of emb.weight to 0`` and ``receive gradients o
 ``send sum of emb.weight to 3`` and ``receive sum of emb.weight from 0``. In replicas of a pipeline, all parameters have copies;
 those of a stage are added up in parts, as ``stage 2 part 0``. A step that only accumulates gradients passes over all of these.
 
+In replicas of a pipeline, ``send notes to 3`` and ``receive notes from 3`` move what the batch norms of a worker's stages have
+noted, to the worker with the same stages in another replica. A step whose batch norms note nothing passes over both.
+
 A worker does not wait for a send, unless a channel is full.
 """
 
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pippy.drivers.plan.language.form import Form
 from pippy.drivers.plan.language.scanner import Scanner
@@ -62,8 +65,9 @@ class Kind:
 
     A computation has a ``meaning`` for legends and the ``colour`` of its boxes. It comes ``after`` other passes of its stage
     and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
-    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage. What ``adds_up``
-    is a part of a sum of gradients: it takes and gives what is no edge of the program.
+    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage.
+
+    What takes and gives no edge of the program is a part of an ``exchange``: of a sum of gradients, or of notes.
 
     >>> KINDS[Free].drops(Free("x", microbatch=0))
     ('x', 0)
@@ -82,7 +86,19 @@ class Kind:
     live: int = 0
     phase: Phase | None = None
     cost: Callable[[Costs], Sequence[float | Fraction]] | None = None
-    adds_up: bool = False
+    exchange: "Exchange | None" = None
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it is a part of a sum of gradients."""
+        return self.exchange == Exchange.SUM
+
+
+class Exchange(StrEnum):
+    """What workers pass to each other that is no edge of a program."""
+
+    SUM = "sum"
+    NOTES = "notes"
 
 
 class Instruction:
@@ -226,7 +242,30 @@ class ReceiveSum(Instruction):
     source: int
 
 
+@dataclass(frozen=True, slots=True)
+class SendNotes(Instruction):
+    """Put what batch norms have noted in this step into the channel to the worker with the same stages in another replica.
+
+    >>> str(SendNotes(to=3))
+    'send notes to 3'
+    """
+
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveNotes(Instruction):
+    """Take what the batch norms of another replica have noted in this step, to count it together with this worker's.
+
+    >>> str(ReceiveNotes(source=1))
+    'receive notes from 1'
+    """
+
+    source: int
+
+
 own_value = attrgetter("value", "microbatch")
+NOTES: Final = "notes of batch norms"  # the name of a value, which no edge can have
 
 
 def gradients_of(each: Any) -> MicrobatchValue:
@@ -237,6 +276,11 @@ def gradients_of(each: Any) -> MicrobatchValue:
 def sum_of(each: Any) -> MicrobatchValue:
     """A sum as a value."""
     return f"sum of {each.sum}", 0
+
+
+def notes_of(each: Any) -> MicrobatchValue:
+    """Notes as a value: of all micro-batches."""
+    return NOTES, 0
 
 
 Key = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
@@ -289,18 +333,31 @@ KINDS: dict[Key, Kind] = {
         cost=lambda costs: costs("backward_weight") or (),
     ),
     SendGradients: Kind(
-        Form("send gradients of {sum} to {to}"), takes=gradients_of, sends_to=attrgetter("to"), adds_up=True
+        Form("send gradients of {sum} to {to}"),
+        takes=gradients_of,
+        sends_to=attrgetter("to"),
+        exchange=Exchange.SUM,
     ),
     ReceiveGradients: Kind(
         Form("receive gradients of {sum} from {source}"),
         gives=gradients_of,
         receives_from=attrgetter("source"),
-        adds_up=True,
+        exchange=Exchange.SUM,
     ),
-    Reduce: Kind(Form("reduce {sum}"), adds_up=True),
-    SendSum: Kind(Form("send sum of {sum} to {to}"), takes=sum_of, sends_to=attrgetter("to"), adds_up=True),
+    Reduce: Kind(Form("reduce {sum}"), exchange=Exchange.SUM),
+    SendSum: Kind(Form("send sum of {sum} to {to}"), takes=sum_of, sends_to=attrgetter("to"), exchange=Exchange.SUM),
     ReceiveSum: Kind(
-        Form("receive sum of {sum} from {source}"), gives=sum_of, receives_from=attrgetter("source"), adds_up=True
+        Form("receive sum of {sum} from {source}"),
+        gives=sum_of,
+        receives_from=attrgetter("source"),
+        exchange=Exchange.SUM,
+    ),
+    SendNotes: Kind(Form("send notes to {to}"), takes=notes_of, sends_to=attrgetter("to"), exchange=Exchange.NOTES),
+    ReceiveNotes: Kind(
+        Form("receive notes from {source}"),
+        gives=notes_of,
+        receives_from=attrgetter("source"),
+        exchange=Exchange.NOTES,
     ),
     Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
     Receive: Kind(

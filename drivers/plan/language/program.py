@@ -30,7 +30,8 @@ class Program(Drawn):
     computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
 
     With ``replicas``, ``placement`` is that of the first, and those of the others follow it, each on as many workers. Each
-    replica computes its share of the micro-batches.
+    replica computes its share of the micro-batches. ``notes`` lists the stages with batch norms that count the micro-batches
+    of all replicas: the replicas tell one another what these have noted.
 
     >>> from pippy.drivers.plan import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=2)
@@ -52,6 +53,7 @@ class Program(Drawn):
     lowered: bool = False
     checkpoints: tuple[Checkpoints, ...] = ()
     replicas: int = 1
+    notes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
@@ -79,7 +81,7 @@ class Program(Drawn):
         self._refuse_unclear_edges()
 
     def _refuse_unclear_stages(self) -> None:
-        named = [("backward", stage) for stage in self.backward]
+        named = [(name, stage) for name in ("backward", "notes") for stage in getattr(self, name)]
         named += [(f"edge {edge}", end.stage) for edge in self.edges or () for end in edge.ends]
         named += [(f"replicated {copies}", stage) for copies in self.replicated for stage in copies.stages]
         for where, stage in named:
@@ -87,8 +89,11 @@ class Program(Drawn):
                 raise ArgumentError(
                     f"{where}: there is no stage {stage}; the placement has stages 0 to {self.stages - 1}"
                 )
-        if list(self.backward) != sorted(set(self.backward)):
-            raise ArgumentError(f"backward={self.backward} must name each stage once, in order")
+        for name, stages in (("backward", self.backward), ("notes", self.notes)):
+            if list(stages) != sorted(set(stages)):
+                raise ArgumentError(f"{name}={stages} must name each stage once, in order")
+        if self.notes and self.replicas == 1:
+            raise ArgumentError(f"notes={self.notes}: there are no other replicas to tell; leave notes out")
 
     def _refuse_unclear_checkpoints(self) -> None:
         for each in self.checkpoints:
@@ -157,6 +162,8 @@ class Program(Drawn):
             yield f"edges {'chain' if self.edges is None else 'none'}"
         yield from (f"edge {edge}" for edge in self.edges or ())
         yield from (f"replicated {copies}" for copies in self.replicated)
+        if self.notes:
+            yield f"notes {' '.join(map(str, self.notes))}"
         yield f"communication {'explicit' if self.lowered else 'implied'}"
 
     @property
@@ -216,6 +223,15 @@ class Program(Drawn):
         by_replica = zip(*(self.workers_of(stage) for stage in each.stages))
         return list(dict.fromkeys(worker for workers in by_replica for worker in workers))
 
+    def twins(self, worker: int) -> list[int]:
+        """The workers with the same stages in the other replicas."""
+        local = worker % self.placement.workers
+        return [each for each in range(local, self.workers, self.placement.workers) if each != worker]
+
+    def noting(self, worker: int) -> set[int]:
+        """The stages of a worker with batch norms that count the micro-batches of all replicas."""
+        return set(self.notes).intersection(self.stages_of(worker))
+
     @cached_property
     def computations(self) -> tuple[tuple[Compute, ...], ...]:
         """The computations of every worker, in order."""
@@ -237,7 +253,11 @@ class Program(Drawn):
         return tuple(peak_live(order, frozenset(self.backward)) for order in self.computations)
 
     def for_graph(
-        self, edges: Iterable[Edge], backward: Iterable[int] | None = None, replicated: Iterable[Replicated] = ()
+        self,
+        edges: Iterable[Edge],
+        backward: Iterable[int] | None = None,
+        replicated: Iterable[Replicated] = (),
+        notes: Iterable[int] = (),
     ) -> "Program":
         """The same schedule for stages that do not form a chain. Backwards are left out for stages that have none.
 
@@ -257,6 +277,7 @@ class Program(Drawn):
             backward=tuple(sorted(kept)),
             edges=tuple(edges),
             replicated=tuple(replicated),
+            notes=tuple(notes),
             lowered=False,
             checkpoints=tuple(each for each in self.checkpoints if each.stage in kept),
         )

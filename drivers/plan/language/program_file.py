@@ -80,6 +80,7 @@ class ProgramParser:
             scanner = self.field("replicated ")
             replicated.append(scan_replicated(scanner))
             self.finish(scanner, stages, replicated[-1].stages)
+        notes = self.notes(stages, replicas)
         lowered = self.lowered()
         orders = tuple(self.order(worker) for worker in range(workers))
         if len(self.rest) > 1:
@@ -96,6 +97,7 @@ class ProgramParser:
             lowered,
             checkpoints,
             replicas,
+            notes,
         )
 
     def upcoming(self, word: str) -> bool:
@@ -188,6 +190,16 @@ class ProgramParser:
             scanner.literal("none")
         scanner.end()
         return None if linear else ()
+
+    def notes(self, stages: int, replicas: int) -> tuple[int, ...]:
+        if not self.upcoming("notes "):
+            return ()
+        scanner = self.field("notes ")
+        found = scanner.numbers("a stage number")
+        self.finish(scanner, stages, found)
+        if replicas == 1:
+            raise ParseError("the program has one replica; leave this line out", scanner.line, 1)
+        return tuple(sorted(set(found)))
 
     def lowered(self) -> bool:
         scanner = self.field("communication ")

@@ -1,4 +1,4 @@
-"""Adds to a program of computations what it implies: sends, receives, frees and reductions.
+"""Adds to a program of computations what it implies: sends, receives, frees, reductions and notes.
 
 This is a pass over data. It takes a program of computations and returns a lowered program, with the same computations in the
 same order:
@@ -12,6 +12,8 @@ keeps what it needs of its inputs for its backward.
 Gradients that another worker adds up leave right after the last backward that brings some, so that they are under way while the
 pipeline drains. After its own computations, a worker adds up what it owns, one sum after another, and then takes the sums of
 others. So all gradients are sent before any are waited for.
+
+Notes of batch norms leave right after the last forward that brings some, and are received behind all computations.
 """
 
 from collections import defaultdict
@@ -22,20 +24,22 @@ from operator import itemgetter
 
 from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
 from pippy.drivers.plan.language.errors import require
+from pippy.drivers.plan.language.exchanges import notes_work, stages_with_gradients, sum_work
 from pippy.drivers.plan.language.instructions import (
     Compute,
     Free,
     Instruction,
     Op,
     Receive,
+    ReceiveNotes,
     Send,
     SendGradients,
+    SendNotes,
 )
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.language.sums import stages_with_gradients, sum_work
 from pippy.drivers.plan.proofs.computations import check_computations
+from pippy.drivers.plan.proofs.exchanges import last_backward, last_forward
 from pippy.drivers.plan.proofs.faults import Faults
-from pippy.drivers.plan.proofs.sums import last_backward
 from pippy.drivers.plan.proofs.waits import Location, production
 
 
@@ -63,7 +67,7 @@ Transfer = tuple[
 ]  # when it is sent, the rank of that, how it is received, and when it is needed
 
 # The order of what belongs to the same computation.
-RECEIVE, COMPUTE, SEND, FREE, ADD_UP = range(5)
+RECEIVE, COMPUTE, SEND, FREE, EXCHANGE = range(5)
 
 
 class Communication:
@@ -84,6 +88,7 @@ class Communication:
             self.add_transfers(worker, order, edges)
 
         self.add_sums()
+        self.add_notes()
         for (_, to), channel in self.channels.items():
             self.add_receives(to, channel)
 
@@ -134,12 +139,24 @@ class Communication:
                     kind = instruction.kind
                     if kind.receives_from and worker == each.owner:
                         source = kind.receives_from(instruction)
-                        self.channels[source, worker].append((ends[source][each.name], ADD_UP, instruction, turn))
+                        self.channels[source, worker].append((ends[source][each.name], EXCHANGE, instruction, turn))
                     elif kind.receives_from:
                         last = behind[worker] + len(owned)
-                        self.channels[each.owner, worker].append((turn, ADD_UP, instruction, last))
+                        self.channels[each.owner, worker].append((turn, EXCHANGE, instruction, last))
                     else:
-                        self.due[worker].append((at, ADD_UP, instruction))
+                        self.due[worker].append((at, EXCHANGE, instruction))
+
+    def add_notes(self) -> None:
+        """Send notes as soon as they are whole. They are received behind all computations."""
+        program = self.program
+        for worker, order in enumerate(program.computations):
+            last = last_forward(order, program.noting(worker))
+            for instruction in notes_work(program, worker):
+                if isinstance(instruction, SendNotes):
+                    to = instruction.to
+                    self.due[worker].append((last, EXCHANGE, instruction))
+                    received = (last, EXCHANGE, ReceiveNotes(worker), len(program.computations[to]))
+                    self.channels[worker, to].append(received)
 
     def ends_of_backwards(self, worker: int) -> dict[str, int]:
         """When a worker's gradients of each sum are whole: the index of the last backward that brings some."""

@@ -10,16 +10,16 @@ from pippy.drivers.plan.language.instructions import (
     MicrobatchValue,
 )
 from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.proofs.exchanges import check_exchanges
 from pippy.drivers.plan.proofs.faults import Faults
-from pippy.drivers.plan.proofs.sums import check_sums
 
 
 def check_values(program: Program, faults: Faults) -> None:
-    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong sums."""
+    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong sums and notes."""
     frees = any(instruction.key is Free for order in program.orders for instruction in order)
     for worker in range(program.workers):
         WorkerValues(program, worker, faults).check(frees)
-        check_sums(program, worker, faults)
+        check_exchanges(program, worker, faults)
 
 
 class WorkerValues:
@@ -55,7 +55,7 @@ class WorkerValues:
         if isinstance(instruction, Compute):
             return self.compute(instruction)
         kind = instruction.kind
-        if kind.adds_up:  # see sums.py
+        if kind.exchange:  # see exchanges.py
             return []
         problems: list[str] = []
         if kind.takes:

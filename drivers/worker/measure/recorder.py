@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, SendGradients
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, SendGradients, SendNotes
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
@@ -49,7 +49,8 @@ class Recorder:
         self.sizes: dict[int, int] = {}
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
         self.order = order
-        self.tail = {at for at, each in enumerate(order) if each.kind.adds_up and not isinstance(each, SendGradients)}
+        early = SendGradients | SendNotes
+        self.tail = {at for at, each in enumerate(order) if each.kind.exchange and not isinstance(each, early)}
         self.adds_up = False
         self.held: HeldMemory | None = None
         self.plain: Sequence[Bound] = ()

@@ -25,6 +25,7 @@ from pippy import (
 from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.protocol.states import GiveState
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import stop, within
 
@@ -231,20 +232,28 @@ def test_running_statistics_are_refused_and_the_advice_works(cluster):
     driver(convert_deferred_batch_norm(nn.BatchNorm1d(3)), replicas=2).run(2, x, target)
 
 
-def test_deferred_batch_norms_count_the_micro_batches_of_all_replicas(cluster):
-    def made():
-        torch.manual_seed(6)
-        net = nn.Sequential(
-            nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3), nn.Linear(6, 2), nn.BatchNorm1d(2, momentum=None)
-        )
-        return Pipe.from_sequential(
-            nn.Sequential(*(convert_deferred_batch_norm(part) for part in (net[:2], net[2:]))), nn.MSELoss()
-        )
+def with_norms(parts=2):
+    """A Pipe whose stages have batch norms that count the whole mini-batch."""
+    torch.manual_seed(6)
+    stages = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None if number % 2 else 0.3))
+        for number in range(parts)
+    ]
+    stages[-1].append(nn.Linear(4, 2))
+    return Pipe.from_sequential(nn.Sequential(*map(convert_deferred_batch_norm, stages)), nn.MSELoss())
 
+
+@pytest.mark.parametrize(
+    ("schedule", "parts", "out_of_order"),
+    [("1f1b", 2, False), ("interleaved_1f1b", 4, False), ("zb_h1", 2, True), ("fill_drain", 2, True)],
+)
+def test_deferred_batch_norms_count_the_micro_batches_of_all_replicas(cluster, schedule, parts, out_of_order):
     states = []
     for replicas in (1, 2):
         torch.manual_seed(7)
-        driver = PipelineDriver1F1B(made(), cluster, replicas=replicas)
+        driver = PipelineDriver(
+            with_norms(parts), cluster, schedule=schedule, replicas=replicas, out_of_order=out_of_order
+        )
         for _ in range(3):
             driver.run(5, *batch(13))
             driver.zero_grad()
@@ -254,6 +263,34 @@ def test_deferred_batch_norms_count_the_micro_batches_of_all_replicas(cluster):
             check_replicas_are_equal(driver)
         states.append(driver.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_the_notes_of_a_step_are_one_message_for_each_twin(threads):
+    """Each worker has two norms, in two stages. A step that counts none sends none."""
+    pipe = with_norms(4)
+    driver = PipelineDriver(pipe, threads, schedule="interleaved_1f1b", replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    norms = [each for each in pipe.modules() if isinstance(each, DeferredBatchNorm)]
+    sent = {}
+    for counts in (True, False):
+        for norm in norms:
+            norm.train(counts)
+        *_, sent[counts] = sent_to_twins(threads, driver, optimizer, 2)
+    assert [values for values, _ in sent[True]] == [values + 1 for values, _ in sent[False]]
+    size = 2 * 4 * 8 * 2 * 2  # mean and variance of four channels, of two norms on two micro-batches
+    assert all(size <= more - less <= size + 64 for (_, more), (_, less) in zip(sent[True], sent[False]))
+    driver.close()
+
+
+def test_a_worker_that_waits_for_notes_says_so(alone):
+    with local_cluster(4, threads=1) as workers:
+        driver = PipelineDriver1F1B(with_norms(), workers, replicas=2)
+        driver.run(4, *batch(8))
+        what = "receive notes from 3; waits for notes of batch norms of step \\d+, from worker 3"
+        with while_worker_1_waits(workers, driver, *batch(8), what) as running, within(5.0):
+            os.kill(workers.session.workers[3].pid, signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match="worker3"):
+                running.result()
 
 
 class Counting(nn.Module):
@@ -576,13 +613,11 @@ def test_a_state_cannot_be_divided_among_one(cluster):
 
 
 @contextmanager
-def while_gradients_are_added_up(workers, driver, x, target):
-    """A step in which worker 1 waits for the gradients of worker 3, which has stopped."""
+def while_worker_1_waits(workers, driver, x, target, what):
+    """A step in which worker 1 waits for worker 3, which has stopped, and says for ``what``."""
     stop(workers.session.workers[3].pid)
     running, end = driver.run_async(4, x, target), time.monotonic() + 60
-    while not re.search(
-        "worker 1 .* waits for the (sums of the )?gradients of .* from worker 3", said := workers.dump(0.3)
-    ):
+    while not re.search(f"worker 1 .* {what}", said := workers.dump(0.3)):
         assert time.monotonic() < end, said
     yield running
 
@@ -600,7 +635,8 @@ def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_
                 optimizer.zero_grad()
                 if step == 1 and lost:
                     driver.save(tmp_path, optimizer=optimizer, step=step)
-                    with while_gradients_are_added_up(workers, driver, x, target) as running, within(5.0):
+                    what = r"waits for (gradients|sum) of stage 1 part \d of step \d+, from worker 3"
+                    with while_worker_1_waits(workers, driver, x, target, what) as running, within(5.0):
                         os.kill(workers.session.workers[3].pid, signal.SIGKILL)
                         with pytest.raises(WorkerLostError, match="worker3"):
                             running.result()

@@ -14,10 +14,12 @@ from pippy.drivers.plan.language.instructions import (
     Op,
     Receive,
     ReceiveGradients,
+    ReceiveNotes,
     ReceiveSum,
     Reduce,
     Send,
     SendGradients,
+    SendNotes,
     SendSum,
 )
 from pippy.drivers.plan.language.program import Program
@@ -97,6 +99,13 @@ class Machine:
                 if (worker, name) not in self.totals:
                     raise Impossible(name)
                 self.channels[worker, to].append((("sum", name), self.totals[worker, name]))
+            case SendNotes(to):
+                noted = [
+                    item for item in self.outputs.items() if item[0][0] == worker and item[0][1] in self.program.notes
+                ]
+                self.channels[worker, to].append(("notes", noted))
+            case ReceiveNotes(source):
+                self.sums["notes", worker, tuple(sorted(self.pop(source, worker, "notes")))] += 1
             case ReceiveSum(name, source):
                 self.total(worker, name, self.pop(source, worker, ("sum", name)))
 

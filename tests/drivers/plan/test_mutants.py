@@ -18,8 +18,10 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     Op,
     Receive,
+    ReceiveNotes,
     Reduce,
     Send,
+    SendNotes,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
@@ -44,6 +46,8 @@ def random_program(rng: random.Random) -> Program:
     )
     if rng.random() < 0.7:
         program = with_random_graph(program, rng)
+    if replicas > 1:
+        program = replace(program, notes=tuple(stage for stage in range(program.stages) if rng.random() < 0.5))
     if rng.random() < 0.5:
         return program
     lowered = add_communication(program)
@@ -107,6 +111,10 @@ def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
             ]
         case Free() as free:
             changes = [replace(free, value=value), replace(free, microbatch=chunk)]
+        case SendNotes():
+            changes = [SendNotes(worker), ReceiveNotes(worker)]
+        case ReceiveNotes():
+            changes = [ReceiveNotes(worker), SendNotes(worker)]
         case old:
             assert old.kind.adds_up
             names = [each.name for each in program.sums]

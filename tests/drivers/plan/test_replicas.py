@@ -6,7 +6,7 @@ import pytest
 
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, render_text, simulate, validate
 from pippy.drivers.plan.language.errors import ArgumentError, ParseError, ProgramError
-from pippy.drivers.plan.language.instructions import Compute, Reduce, SendGradients, SendSum
+from pippy.drivers.plan.language.instructions import Compute, Reduce, SendGradients, SendSum, parse_instruction
 from pippy.drivers.plan.orders.registry import REGISTRY
 
 
@@ -74,6 +74,108 @@ def test_a_stage_is_not_reduced_where_there_is_one_pipeline():
     lowered = add_communication(make_schedule("1f1b", workers=1, chunks=1))
     with pytest.raises(ProgramError, match="the program has no sum stage 0 part 0"):
         validate(lowered.with_orders([[*lowered.orders[0], Reduce("stage 0 part 0")]]))
+
+
+def with_notes(stages=2, notes=(1,)):
+    """Two replicas on workers 0, 1 and 2, 3, whose batch norms in some stages count together."""
+    name = "1f1b" if stages == 2 else "interleaved_1f1b"
+    program = make_schedule(name, workers=2, chunks=4, stages_per_worker=stages // 2, replicas=2)
+    return add_communication(replace(program, notes=notes))
+
+
+def test_notes_leave_right_after_the_last_forward_and_are_received_behind_all_computations():
+    lowered = with_notes()
+    assert [str(each) for each in lowered.orders[3]] == [
+        *("receive activation_0.2 from 2", "F1.2", "free activation_0.2"),
+        *("B1.2", "send gradient_0.2 to 2", "free gradient_0.2"),
+        *("receive activation_0.3 from 2", "F1.3", "free activation_0.3", "send notes to 1"),
+        *("B1.3", "send gradient_0.3 to 2", "free gradient_0.3", "send gradients of stage 1 part 0 to 1"),
+        *("receive notes from 1", "receive gradients of stage 1 part 1 from 1", "reduce stage 1 part 1"),
+        *("send sum of stage 1 part 1 to 1", "receive sum of stage 1 part 0 from 1"),
+    ]
+    assert "notes" not in " ".join(map(str, (*lowered.orders[0], *lowered.orders[2])))
+    assert simulate(lowered) == simulate(replace(lowered, notes=(), orders=without_notes(lowered)))
+
+
+def without_notes(program):
+    return tuple(tuple(each for each in order if "notes" not in str(each)) for order in program.orders)
+
+
+def test_the_notes_of_all_stages_of_a_worker_are_one_message():
+    lowered = with_notes(stages=4, notes=(0, 2, 3))
+    validate(lowered)
+    assert [sum("notes" in str(each) for each in order) for order in lowered.orders] == [2, 2, 2, 2]
+    for order in lowered.orders:
+        last = max(at for at, each in enumerate(order) if str(each).startswith("F"))
+        sent = next(at for at, each in enumerate(order) if str(each).startswith("send notes"))
+        assert sent > last and not any(isinstance(each, Compute) for each in order[last + 1 : sent])
+
+
+def test_the_text_of_notes():
+    lowered = with_notes(stages=4, notes=(0, 2))
+    text = str(lowered)
+    assert "notes 0 2\ncommunication explicit" in text and parse_program(text) == lowered
+    with pytest.raises(ParseError, match="there is no stage 7 of 4"):
+        parse_program(text.replace("notes 0 2", "notes 0 7"))
+    with pytest.raises(ParseError, match="write this line as 'notes 0 2'"):
+        parse_program(text.replace("notes 0 2", "notes 2 0"))
+    with pytest.raises(ParseError, match="the program has one replica; leave this line out"):
+        parse_program(
+            str(make_schedule("1f1b", workers=2, chunks=2)).replace("communication", "notes 0\ncommunication")
+        )
+    with pytest.raises(ArgumentError, match=r"notes=\(1,\): there are no other replicas to tell"):
+        replace(make_schedule("1f1b", workers=2, chunks=2), notes=(1,))
+
+
+def moved(program, worker, text, before=None):
+    """The program with an instruction of a worker before another one, or left out."""
+    order, each = list(program.orders[worker]), parse_instruction(text)
+    order.remove(each)
+    if before is not None:
+        order.insert(order.index(parse_instruction(before)), each)
+    return program.with_orders([*program.orders[:worker], order, *program.orders[worker + 1 :]])
+
+
+def put(program, worker, text):
+    return program.with_orders(
+        [*order, parse_instruction(text)] if at == worker else order for at, order in enumerate(program.orders)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda it: moved(it, 1, "receive notes from 3"), "worker 1, at the end: receive notes from 3 is missing"),
+        (lambda it: moved(it, 1, "receive notes from 3"), "worker 3, send notes to 1: is never received by worker 1"),
+        (lambda it: moved(it, 3, "send notes to 1"), "worker 3, at the end: send notes to 1 is missing"),
+        (lambda it: moved(it, 3, "send notes to 1", "F1.3"), "worker 3, send notes to 1: comes before F1.3"),
+        (lambda it: put(it, 3, "send notes to 1"), "worker 3, send notes to 1: comes twice"),
+        (
+            lambda it: put(it, 3, "send notes to 2"),
+            "worker 3, send notes to 2: these workers have no notes of batch norms",
+        ),
+        (
+            lambda it: put(it, 0, "send notes to 2"),
+            "worker 0, send notes to 2: these workers have no notes of batch norms",
+        ),
+        (
+            lambda it: moved(it, 3, "receive notes from 1", "reduce stage 1 part 1"),
+            r"receive gradients of stage 1 part 1 from 1: comes out of order: worker 1 sends notes of batch norms.0 first",
+        ),
+        (
+            lambda it: moved(
+                moved(it, 3, "receive notes from 1", "send notes to 1"), 1, "receive notes from 3", "send notes to 3"
+            ),
+            "circular wait:\n    worker 1 at receive notes from 3 waits for worker 3 to do send notes to 1\n"
+            "    worker 3 at receive notes from 1 waits for worker 1 to do send notes to 3",
+        ),
+    ],
+)
+def test_what_is_refused_of_notes(change, fault):
+    program = with_notes()
+    validate(program)
+    with pytest.raises(ProgramError, match=fault):
+        validate(change(program))
 
 
 def test_wrong_numbers():

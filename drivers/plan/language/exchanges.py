@@ -1,6 +1,7 @@
-"""Who does what for a sum of gradients.
+"""Who does what for what workers exchange in a step beside the edges of the program: sums of gradients, and notes.
 
     a worker with copies    send gradients ──▶  the owner: receive gradients of each, reduce, send sum to each  ──▶ receive sum
+    a worker with norms     send notes to each twin ──▶  receive notes from each twin
 
 A copy whose stage has no backward has no gradient, and is sent the sum.
 """
@@ -9,9 +10,11 @@ from pippy.drivers.plan.language.edges import GradientSum
 from pippy.drivers.plan.language.instructions import (
     Instruction,
     ReceiveGradients,
+    ReceiveNotes,
     ReceiveSum,
     Reduce,
     SendGradients,
+    SendNotes,
     SendSum,
 )
 from pippy.drivers.plan.language.program import Program
@@ -36,6 +39,19 @@ def sum_work(program: Program, each: GradientSum, worker: int) -> list[Instructi
         return []
     given = [SendGradients(each.name, each.owner)] if stages_with_gradients(program, each, worker) else []
     return [*given, ReceiveSum(each.name, each.owner)]
+
+
+def notes_work(program: Program, worker: int) -> list[Instruction]:
+    """What a worker does for the notes of batch norms, in order: it tells its twins, and is told by them.
+
+    >>> from dataclasses import replace
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = replace(make_schedule("1f1b", workers=2, chunks=2, replicas=2), notes=(1,))
+    >>> [[str(instruction) for instruction in notes_work(program, worker)] for worker in (2, 3)]
+    [[], ['send notes to 1', 'receive notes from 1']]
+    """
+    twins = program.twins(worker) if program.noting(worker) else []
+    return [*map(SendNotes, twins), *map(ReceiveNotes, twins)]
 
 
 def stages_with_gradients(program: Program, each: GradientSum, worker: int) -> set[int]:
