@@ -42,6 +42,7 @@ class ReceivedValues:
         self.when_woken: Callable[[], None] | None = (
             None  # called by the transport's thread, for a thread that has woken it
         )
+        self.when_dropped: Callable[[Any], None] | None = None  # called with each value that nobody will take
         self.interrupted = False
         self._dropping = threading.Lock()  # or a value that another thread puts in might stay behind
         self._lost: set[int] = set()
@@ -56,6 +57,8 @@ class ReceivedValues:
         """Keep a value, unless its step was given up."""
         if key[0] >= self.first_step:
             self.values[key] = value
+        elif self.when_dropped is not None:
+            self.when_dropped(value)
 
     def has(self, key: ValueKey) -> bool:
         """Whether the value has arrived."""
@@ -106,7 +109,7 @@ class ReceivedValues:
         with self._dropping:
             self.first_step = max(self.first_step, step)
             for key in [key for key in self.values if key[0] < self.first_step]:
-                del self.values[key]
+                self._drop(key)
 
     def deliver(self, key: ValueKey, value: Any) -> None:
         """Like ``put``, from any thread."""
@@ -139,4 +142,10 @@ class ReceivedValues:
     def close(self) -> None:
         """Drop all values. Later calls of other threads do nothing."""
         self.wakeup.close()
-        self.values.clear()
+        for key in list(self.values):
+            self._drop(key)
+
+    def _drop(self, key: ValueKey) -> None:
+        value = self.values.pop(key)
+        if self.when_dropped is not None:
+            self.when_dropped(value)

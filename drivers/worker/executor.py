@@ -1,6 +1,7 @@
 """Runs a worker's part of a program, one step at a time: it goes through what bind.py has made of the instructions."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import torch
 
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.wire.gpu.copies import DeviceCopies, HostCopy
+from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
@@ -99,4 +100,4 @@ def _packed(values: list[Any]) -> Any:
     """Numbers as one tensor. A message with one tensor for each of many micro-batches would be slow."""
     if all(map(is_number, values)):
         return torch.stack(values).cpu()
-    return [value.wait() if type(value) is HostCopy else map_tensors(torch.Tensor.cpu, value) for value in values]
+    return [value.result() if isinstance(value, Future) else map_tensors(torch.Tensor.cpu, value) for value in values]

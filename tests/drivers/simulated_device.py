@@ -5,9 +5,9 @@ somebody waits for an event in them. Memory that nothing has been copied to has 
 has none either if its source was freed before it was made, or if its stream did not wait for what made its source.
 What cannot show in the numbers of a run on the CPU is noted in ``faults``.
 
-Memory that two devices use is a file in memory, and so is an event that two processes know, so the devices may be in two
-processes. What a device copies to such memory, and that it has reached such an event, it does when somebody waits for it: the
-other device, if both are in this process, or the host.
+A tensor that two devices use is a file in memory, which has also whether the sender's device has written it, and how many
+processes have it open, as torch counts them. So the devices may be in two processes. What a device shares it writes when
+somebody waits for it: the other device, if both are in this process, or the host. When nobody has it open, it is used again.
 """
 
 import itertools
@@ -20,8 +20,10 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared
+from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
 from pippy.drivers.wire.memory import create_shared, map_shared
+from pippy.drivers.wire.value_layout import strides_of
+from pippy.ir.base.sparse_tensors import form_and_parts, is_sparse
 
 
 class DeviceFailed(Exception):
@@ -45,10 +47,14 @@ class SimulatedEvent:
         if not stream.computes:
             stream.waiting.append(self._reach)
 
+    def query(self):
+        self.device.check_current()
+        return self.reached
+
     def synchronize(self):
         self.device.note_wait()
         self.device.host_waits += 1
-        if threading.current_thread().name == "pippy copies":
+        if threading.current_thread().name.startswith("pippy copies"):
             assert self.device.copies_may_end.wait(10)
         self.reach()
         self.device.computing.do_all()
@@ -97,9 +103,7 @@ class SimulatedStream:
             self.do_all()
 
     def wait_event(self, event):
-        if type(event) is SharedEvent:
-            self.do(event.reaching())
-        elif self.computes:
+        if self.computes:
             event.reach()
         else:
             self.seen = max(self.seen, event.moment)
@@ -108,13 +112,12 @@ class SimulatedStream:
 class SimulatedDevice(Accelerator):
     device = torch.device("cpu")
     lock = threading.RLock()  # one for all devices, as each may have to do what another one waits for
-    recording: dict = {}  # by the handle of an event: the streams that will reach it, in order
+    writing: dict = {}  # the streams that will write what is shared, by its handle
 
     def __init__(self, late=True, shares=True):
         self.late, self.shares, self.own = late, shares, threading.local()
         self.copied = self.host_waits = 0
-        self.let_go = False  # in place of the end of its process, which ends what it waits for
-        self._blocks = {}
+        self.let_go_of = False  # in place of the end of its process, which ends what it waits for
         self.computing = SimulatedStream(self, computes=True)
         self.faults, self.waits, self.freed_caches = [], [], 0
         self.fails, self.arrived, self.waited_until = False, 0, 0
@@ -124,6 +127,7 @@ class SimulatedDevice(Accelerator):
         self._moment = 0
         self._threads = set()  # those that have it as their current device
         self._here, self._pinned, self._made, self._stream_of, self._kept = {}, {}, {}, {}, set()
+        self._lent, self._opened = [], {}
 
     # -- what the runtime asks for
 
@@ -139,8 +143,10 @@ class SimulatedDevice(Accelerator):
     @contextmanager
     def using(self, stream):
         before, self.own.stream = self.current_stream(), stream
-        yield
-        self.own.stream = before
+        try:
+            yield
+        finally:
+            self.own.stream = before
 
     def event(self, timed=False):
         return SimulatedEvent(self, timed)
@@ -151,74 +157,130 @@ class SimulatedDevice(Accelerator):
     def is_on_host(self, tensor):
         return _is_in(self._pinned, tensor)
 
-    is_pinned = is_on_host
+    def pinned(self, tensor):
+        if self.is_on_host(tensor):
+            return tensor
+        own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return _put_in(self._pinned, own).copy_(tensor)
 
-    def empty(self, shape, stride, dtype):
-        self.check_current()
-        made = _put_in(self._here, spoil(torch.empty_strided(shape, stride, dtype=dtype)))
-        self._stream_of[id(made)] = self.current_stream()
-        weakref.finalize(made, self._freed, id(made), self.current_stream())
-        return made
-
-    def empty_pinned(self, shape, stride, dtype):
-        return _put_in(self._pinned, spoil(torch.empty_strided(shape, stride, dtype=dtype)))
-
-    def copy(self, target, source):
-        stream, waits_for = self.current_stream(), self._made.get(id(source), 0)
+    def copy(self, tensor, to_host=False):
         self.copied += 1
-        if self._block_of(source) or self._block_of(target):
-            self._copy_shared(target, source, stream)
-            return
+        stream = self.current_stream()
+        target = spoil(torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype))
+        if to_host:
+            _put_in(self._pinned, target)
+        else:
+            self.check_current()
+            _put_in(self._here, target)
+            self._stream_of[_key(target)] = stream
+            weakref.finalize(target.untyped_storage(), self._freed, _key(target), stream)
         if stream.computes:
-            if id(source) in self._pinned or id(target) in self._pinned:
+            if self.is_on_host(tensor) or to_host:
                 self.faults.append("the stream that computes is held up by a copy from or to the host")
-            target.copy_(source)
-            self._made[id(target)] = self.now()
-            return
-        self._check_copy(target, source, stream)
-        comes_after, plain = stream.seen, target.detach()
+            target.copy_(tensor)
+            self._made[_key(target)] = self.now()
+        else:
+            stream.do(self._copying(target.detach(), tensor, stream, to_host))
+        return target
+
+    def _copying(self, target, source, stream, to_host):
+        """What a stream does to copy, later."""
+        is_from_host, is_opened = self.is_on_host(source), _key(source) in self._opened
+        if not is_opened and not to_host:
+            self.arrived += 1
+            if not is_from_host:
+                self.faults.append("a copy from memory that is not pinned keeps the thread waiting")
+        comes_after, waits_for = stream.seen, self._made.get(_key(source), 0)
         # torch keeps pinned memory until the copies from it are made; memory of the device is used again at once
-        found = (lambda: source) if id(source) in self._pinned else weakref.ref(source)
+        storage, kept = weakref.ref(source.untyped_storage()), source if is_from_host else None
+        form = source.storage_offset(), source.shape, source.stride()
 
         def copy():
-            alive = found()
+            alive = storage()
             if alive is None or waits_for > comes_after:
-                spoil(plain)
+                if is_opened:
+                    self.faults.append("shared memory is used that is not there any more")
+                spoil(target)
             else:
-                plain.copy_(alive)
+                target.copy_(torch.empty(0, dtype=target.dtype).set_(alive, *form) if kept is None else kept)
 
-        stream.waiting.append(copy)
+        return copy
 
     def keep_for(self, tensor, stream):
         assert stream is self.computing
-        self._kept.add(id(tensor))
+        self._kept.add(_key(tensor))
 
     def free_cache(self):
         self.freed_caches += 1
+        self.lent()
 
-    def share(self, size):
+    def share(self, tensor):
         if not self.shares:
             raise NotShared("it shares no memory")
-        memory, fd, handle = shared_file(size)
-        tensor = self._known(memory)
-        weakref.finalize(tensor, os.close, fd)
-        return tensor, handle
+        assert self.is_here(tensor) and self.current_stream() is self.computing
+        self.lent()
+        lent = SharedTensor(*create_shared(_HEAD + tensor.nbytes)[::-1])
+        lent.words[_COUNT] = 1
+        handle = f"/proc/{os.getpid()}/fd/{lent.fd}#{next(_numbers)}"
+        self._lent.append(lent)
+        bound = self.writing[handle] = self.computing
 
-    def open(self, handle):
+        def write():
+            lent.elements(tensor.dtype).copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))
+            lent.words[_WRITTEN] = 1
+            del self.writing[handle]
+
+        with self.lock:
+            bound.do(write)
+        return Shared((handle, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
+
+    def open(self, shared):
         if not self.shares:
             raise NotShared("it opens no memory")
-        return self._known(opened_file(handle))
+        handle, shape, stride, dtype, requires_grad = shared.given
+        borrowed, stream = opened_file(handle), self.current_stream()
+        assert not stream.computes, "the stream that computes would wait for another device"
+        stream.do(self.waiting(handle, borrowed))
+        tensor = borrowed.elements(dtype)
+        self._opened[_key(tensor)] = handle
+        weakref.finalize(tensor.untyped_storage(), self._closed, _key(tensor), borrowed.words)
+        return tensor.as_strided(shape, stride).requires_grad_(requires_grad)
 
-    def shared_event(self):
-        memory, fd, handle = shared_file(4096)
-        event = SharedEvent(self, memory, handle)
-        weakref.finalize(event, os.close, fd)
-        return event, handle
+    def waiting(self, handle, borrowed):
+        """What a stream does that waits for another device."""
 
-    def open_event(self, handle):
-        return SharedEvent(self, opened_file(handle), handle)
+        def wait():
+            end = time.monotonic() + 20
+            while not borrowed.words[_WRITTEN] and not self.let_go_of:
+                if handle in self.writing:
+                    self.writing[handle].do_next()
+                    continue
+                assert time.monotonic() < end, "a device waits for ever"
+                self.lock.release()
+                time.sleep(1e-3)  # another process's device
+                self.lock.acquire()
+
+        return wait
+
+    def let_go(self, shared):
+        opened_file(shared.given[0]).words[_COUNT] -= 1
+
+    def _closed(self, key, words):
+        del self._opened[key]
+        stream = self.current_stream()
+        if stream.computes or stream.waiting:
+            self.faults.append("the host waits for a stream to let go of shared memory")
+        words[_COUNT] -= 1
 
     # -- what tests ask for
+
+    def lent(self):
+        """How many tensors others have not let go of. The memory of the others is used again."""
+        for lent in [lent for lent in self._lent if lent.words[_COUNT] == 0]:
+            self._lent.remove(lent)
+            lent.memory.bytes[_HEAD:] = b"\xff" * (len(lent.memory.bytes) - _HEAD)
+            os.close(lent.fd)
+        return len(self._lent)
 
     def now(self):
         with self.lock:
@@ -243,43 +305,6 @@ class SimulatedDevice(Accelerator):
         if threading.get_ident() not in self._threads:
             self.faults.append(f"it is not the current device of thread {threading.current_thread().name!r}")
 
-    def _known(self, memory):
-        """Shared memory as a tensor of this device. It is there until the tensor is freed."""
-        tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
-        block = self._blocks[tensor.data_ptr()] = SharedBlock()
-        weakref.finalize(tensor, self._free_block, tensor.data_ptr(), block)
-        return tensor
-
-    def _free_block(self, address, block):
-        block.freed = True
-        del self._blocks[address]
-
-    def _block_of(self, tensor):
-        return self._blocks.get(tensor.untyped_storage().data_ptr())
-
-    def _copy_shared(self, target, source, stream):
-        block, plain = self._block_of(source) or self._block_of(target), target.detach()
-        if self._block_of(target):
-            assert stream.computes, "a copy to shared memory is the value's own"
-            source = source.clone()
-        elif self._stream_of.get(id(target)) is not stream:
-            self.faults.append("a copy into memory of another stream, which may still be in use there")
-
-        def copy():
-            if block.freed:
-                self.faults.append("shared memory is used that is not there any more")
-            plain.copy_(source)
-
-        stream.do(copy)
-
-    def _check_copy(self, target, source, stream):
-        to_host = id(source) in self._here
-        self.arrived += not to_host
-        if id(source if not to_host else target) not in self._pinned:
-            self.faults.append("a copy from or to memory that is not pinned keeps the thread waiting")
-        if not to_host and self._stream_of.get(id(target)) is not stream:
-            self.faults.append("a copy into memory of another stream, which may still be in use there")
-
     def _freed(self, number, stream):
         if stream is not self.computing and number not in self._kept:
             self.faults.append("memory of a copying stream is used again while the computing stream may still need it")
@@ -288,66 +313,24 @@ class SimulatedDevice(Accelerator):
         self._stream_of.pop(number, None)
 
 
-class SharedBlock:
-    freed = False
+_HEAD, _WRITTEN, _COUNT = 64, 0, 1  # bytes, and words in them
 
 
-class SharedEvent:
-    """An event that two processes know: a page has how often it was recorded, and which of these were reached.
+class SharedTensor:
+    """A file in memory: a head, and the elements of a tensor."""
 
-    To wait for it is to wait for the last one that was recorded by then.
-    """
+    def __init__(self, memory, fd=None):
+        self.memory, self.fd, self.words = memory, fd, memory.bytes[:_HEAD].cast("q")
 
-    def __init__(self, device, memory, handle):
-        self.device, self.handle = device, handle
-        self.words = memory.bytes.cast("I")
-
-    def record(self, stream):
-        self.device.check_current()
-        coming = self.device.recording.setdefault(self.handle, deque())
-        number = self.words[0] + 1
-
-        def reach():
-            self.words[1] = number
-            coming.remove(stream)
-
-        with self.device.lock:
-            self.words[0] = number
-            coming.append(stream)
-            stream.do(reach)
-
-    def query(self):
-        self.device.check_current()
-        return self.words[1] >= self.words[0]
-
-    def reaching(self):
-        """What a stream does that waits for it."""
-        number = self.words[0]
-
-        def wait():
-            coming, end = self.device.recording.get(self.handle), time.monotonic() + 20
-            while self.words[1] < number and not self.device.let_go:
-                if coming:
-                    coming[0].do_next()
-                    continue
-                assert time.monotonic() < end, "a device waits for ever"
-                self.device.lock.release()
-                time.sleep(1e-3)  # another process's device
-                self.device.lock.acquire()
-
-        return wait
-
-
-def shared_file(size):
-    """Memory that another process can open while this descriptor is open, and how."""
-    fd, memory = create_shared(size)
-    return memory, fd, f"/proc/{os.getpid()}/fd/{fd}#{next(_numbers)}".encode()
+    def elements(self, dtype):
+        data = self.memory.bytes[_HEAD:]
+        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def opened_file(handle):
-    fd = os.open(handle.partition(b"#")[0], os.O_RDWR)
+    fd = os.open(handle.partition("#")[0], os.O_RDWR)
     try:
-        return map_shared(fd)
+        return SharedTensor(map_shared(fd))
     finally:
         os.close(fd)
 
@@ -355,11 +338,15 @@ def opened_file(handle):
 _numbers = itertools.count()
 
 
+def _key(tensor):
+    return id(tensor.untyped_storage())
+
+
 def _put_in(known, tensor):
-    number = id(tensor)
-    known[number] = weakref.ref(tensor, lambda _: known.pop(number, None))
+    key = _key(tensor)
+    known[key] = weakref.ref(tensor.untyped_storage(), lambda _: known.pop(key, None))
     return tensor
 
 
 def _is_in(known, tensor):
-    return id(tensor) in known
+    return _key(form_and_parts(tensor)[1][0] if is_sparse(tensor) else tensor) in known

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock, create_autospec
@@ -21,8 +22,8 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.wire.gpu import links
-from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared
+from pippy.drivers.wire.gpu import accelerator as accelerator_module
+from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError
@@ -182,9 +183,8 @@ def steps_of(monkeypatch, devices, count=4):
     return found
 
 
-def test_values_stay_on_devices_from_the_fourth_step_on(monkeypatch, simulated):
+def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
     """A value is copied once on each of the two devices, and nobody waits for that inside a step."""
-    monkeypatch.setattr(links, "_FIRST", 12)  # values in a step, from one worker to another
     losses, gradients, copied, routes, html = steps_of(monkeypatch, simulated)
     assert str(routes).splitlines()[1:] == [
         "from worker0 to worker1: memory of worker0's GPU, which worker1 maps",
@@ -300,7 +300,7 @@ def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simula
 
 def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
     """What can be seen without a GPU of what a GPU is asked for."""
-    names = ("set_device", "Stream", "current_stream", "stream", "empty_cache")
+    names = ("set_device", "Stream", "current_stream", "stream", "empty_cache", "ipc_collect")
     cuda = SimpleNamespace(**{name: create_autospec(getattr(torch.cuda, name)) for name in names}, Event=cuda_event())
     monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     second = torch.device("cuda:1")
@@ -313,9 +313,10 @@ def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
     cuda.Stream.assert_called_once_with(second)
     cuda.current_stream.assert_called_once_with(second)
     cuda.Event.assert_called_once_with(enable_timing=True, blocking=True)
+    assert [call[0] for call in (cuda.ipc_collect.call_args, cuda.empty_cache.call_args)] == [(), ()]
     here, host = torch.ones(2, device="meta"), torch.ones(2)
     assert [accelerator.is_on_host(each) for each in (here, host)] == [False, True]
-    assert not accelerator.is_here(here) and not accelerator.is_here(host) and not accelerator.is_pinned(host)
+    assert not accelerator.is_here(here) and not accelerator.is_here(host)
 
 
 def cuda_event():
@@ -330,40 +331,36 @@ def cuda_event():
     return event
 
 
-def test_memory_and_events_are_shared_as_torch_multiprocessing_does(monkeypatch):
-    """What one call gives, the other takes: all but the device, which is the receiver's own."""
-    cuda = SimpleNamespace(Event=cuda_event())
+def test_tensors_are_shared_as_torch_multiprocessing_does(monkeypatch):
+    """What torch gives for one process is what it takes in the other: all but the device. The event is opened here."""
+    current = Mock()
+    cuda = SimpleNamespace(Event=cuda_event(), current_stream=lambda device: current)
     monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
-    storage, opened = torch.empty(4096, dtype=torch.uint8).untyped_storage(), []
-    given = 0, b"handle", 4096, 512, b"counter", 3, b"event", True
-    asked = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert asked[6:10] + asked[11:] == [
-        "storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes",
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[6:] == [
+        "storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad",
         "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
     ]  # fmt: skip
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: given, raising=True)
-    monkeypatch.setattr(
-        torch.UntypedStorage, "_new_shared_cuda", lambda *given: opened.append(given) or storage, raising=True
-    )
     accelerator = Accelerator(torch.device("cuda:1"))
-    accelerator.device = SimpleNamespace(type="cuda", index=1)
-    monkeypatch.setattr(torch, "empty", lambda *size, device, inner=torch.empty, **kind: inner(*size, **kind))
-    memory, handle = accelerator.share(4096)
-    assert memory.dtype is torch.uint8 and memory.nbytes == 4096
-    assert accelerator.open(handle).data_ptr() == storage.data_ptr()
-    assert opened == [(1, *given[1:])]
-    event, handle = accelerator.shared_event()
-    cuda.Event.assert_called_once_with(interprocess=True)
-    assert handle is event.ipc_handle.return_value
-    accelerator.open_event(b"of the other process")
-    cuda.Event.from_ipc_handle.assert_called_once_with(accelerator.device, b"of the other process")
-
-    def fails(storage):
-        raise RuntimeError("CUDA error: peer access is not supported\nwhat may help")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", fails)
+    what = (torch.Tensor, torch.Size([2]), (1,), 0, torch.storage.TypedStorage, torch.float32)
+    given = (*what, 0, b"handle", 8, 512, False, b"counter", 3, b"event", True)
+    monkeypatch.setattr(accelerator_module, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, given))
+    rebuild = create_autospec(reductions.rebuild_cuda_tensor)
+    monkeypatch.setattr(accelerator_module, "rebuild_cuda_tensor", rebuild)
+    released = []
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *given: released.append(given))
+    shared = pickle.loads(pickle.dumps(accelerator.share(torch.ones(2))))
+    assert accelerator.open(shared) is rebuild.return_value
+    rebuild.assert_called_once_with(*what, 1, *given[7:13], b"event", False)
+    cuda.Event.from_ipc_handle.assert_called_once_with(torch.device("cuda:1"), b"event")
+    current.wait_event.assert_called_once_with(cuda.Event.from_ipc_handle.return_value)
+    accelerator.open(Shared((*given[:-1], False)))
+    current.wait_event.assert_called_once()
+    accelerator.let_go(shared)
+    accelerator.let_go(Shared((*given[:7], None, *given[8:])))  # of a tensor without elements
+    assert released == [(b"counter", 3)]
+    rebuild.side_effect = RuntimeError("CUDA error: peer access is not supported\nwhat may help")
     with pytest.raises(NotShared, match=r"^CUDA error: peer access is not supported$"):
-        accelerator.share(64)
+        accelerator.open(shared)
 
 
 @pytest.mark.parametrize(("kind", "hip", "said"), [("xpu", None, "'xpu'"), ("cuda", "6.4", "AMD")])
@@ -371,6 +368,5 @@ def test_other_devices_share_nothing(monkeypatch, kind, hip, said):
     monkeypatch.setattr(torch, "get_device_module", lambda device: None)
     monkeypatch.setattr(torch.version, "hip", hip)
     other = Accelerator(torch.device(f"{kind}:0"))
-    for call in (lambda: other.share(64), lambda: other.open(b""), other.shared_event, lambda: other.open_event(b"")):
-        with pytest.raises(NotShared, match=said):
-            call()
+    with pytest.raises(NotShared, match=said):
+        other.share(torch.ones(2))

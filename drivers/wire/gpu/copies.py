@@ -1,105 +1,108 @@
-"""Copies of values between a device and the host, beside what the device computes.
+"""Copies of values between a device and the host, or another device of the host, beside what the device computes.
 
     stream             does
-    out                copies to the host: what this worker sends, and outputs
-    the thread's own   computes
-    into               copies to the device: what this worker has received, and inputs
+    the thread's own   computes, and copies what leaves: the value may be changed or freed at once
+    out                copies that copy to the host
+    into               copies to the device: from the host, and from another device's memory when that has written it
 
-Neither the host nor the computing stream waits for a copy to the host: the stream only takes a copy on the device, so that the
-value may be changed or freed at once. The copy on the device lives until the host has its own. What is computed after a copy
-to the device waits for it; what was computed before does not hold it up.
+The host waits for no copy. What is computed after a copy to the device waits for it; what was computed before does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
-from pippy.drivers.wire.gpu.accelerator import Accelerator, Event
-from pippy.drivers.wire.value_layout import is_plain_tensor, strides_of
+from pippy.drivers.wire.gpu.accelerator import Accelerator, Shared
+from pippy.drivers.wire.value_layout import is_plain_tensor
 from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
-from pippy.ir.base.trees import map_tensors
+from pippy.ir.base.trees import map_leaves, map_tensors
 
-
-class HostCopy:
-    """A value that is being copied to the host."""
-
-    def __init__(self, value: Any, done: Event | None, kept: list[torch.Tensor]) -> None:
-        self._value, self._done, self._kept = value, done, kept
-
-    def wait(self) -> Any:
-        """The value, when it is there. Any thread may wait."""
-        done = self._done  # another thread may wait, too
-        if done is not None:
-            done.synchronize()
-        self._done, self._kept = None, []  # the memory on the device is needed no more
-        return self._value
+HostCopy = Future[Any]  # a value, once it is on the host
 
 
 class DeviceCopies:
-    """The copies of one worker. All but `HostCopy.wait` is called by the thread that computes."""
+    """The copies of one worker. All but `awaited` is called by the thread that computes."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._out, self.into = accelerator.new_stream(), accelerator.new_stream()
+        self.out, self.into, self._idle = (accelerator.new_stream() for _ in range(3))
+        self._waits = ThreadPoolExecutor(1, "pippy copies", accelerator.set_current)
+        self._opened: deque[tuple[Any, int, list[torch.Tensor]]] = deque()  # with the worker that has sent it
+
+    def own(self, value: Any) -> Any:
+        """A copy of a value, where the value is."""
+        on_host, copy = self.accelerator.is_on_host, self.accelerator.copy
+        return map_tensors(partial(_copied, lambda each: each.clone() if on_host(each) else copy(each)), value)
 
     def to_host(self, value: Any) -> HostCopy:
         """Start to copy a value. It may be changed or freed afterwards."""
+        return self.own_to_host([self.own(value)])
+
+    def own_to_host(self, own: list[Any]) -> HostCopy:
+        """Start to copy the one value in a list, which `own` has made. The list is cleared when that is done."""
         accelerator = self.accelerator
-        kept: list[torch.Tensor] = []
-        leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if accelerator.is_on_host(tensor):
-                return tensor.clone()
-            layout = tensor.shape, strides_of(tensor), tensor.dtype
-            own, host = accelerator.empty(*layout), accelerator.empty_pinned(*layout)
-            accelerator.copy(own, tensor)
-            kept.append(own)
-            leaving.append((host, own))
-            return host
-
-        value = map_tensors(lambda tensor: _copied(tensor, copied, torch.device("cpu")), value)
-        if not leaving:
-            return HostCopy(value, None, [])
         made, done = accelerator.event(), accelerator.event()
         made.record(accelerator.current_stream())
-        self._out.wait_event(made)
-        with torch.no_grad(), accelerator.using(self._out):  # a copy may require a gradient already
-            for host, own in leaving:
-                accelerator.copy(host, own)
-        done.record(self._out)
-        return HostCopy(value, done, kept)
+        self.out.wait_event(made)
 
-    def to_device(self, value: Any) -> Any:
-        """Start to copy a value. What this thread computes with it comes after the copy."""
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            on_host = accelerator.is_on_host(tensor)
+            return tensor if on_host else _copied(partial(accelerator.copy, to_host=True), tensor)
+
+        with accelerator.using(self.out):
+            value = map_tensors(leave, own[0])
+        done.record(self.out)
+
+        def when_done() -> Any:
+            done.synchronize()
+            own.clear()
+            return value
+
+        return self._waits.submit(when_done)
+
+    def to_device(self, value: Any, source: int = -1) -> Any:
+        """Start to copy a value, which worker ``source`` has sent. What this thread computes with it comes after the copy."""
         accelerator = self.accelerator
         arriving: list[torch.Tensor] = []
+        opened: list[torch.Tensor] = []
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            layout = tensor.shape, strides_of(tensor), tensor.dtype
-            pinned = tensor if accelerator.is_pinned(tensor) else accelerator.empty_pinned(*layout).copy_(tensor)
+        def arrive(tensor: torch.Tensor) -> torch.Tensor:
             with accelerator.using(self.into):
-                here = accelerator.empty(*layout)
-                accelerator.copy(here, pinned)
-            arriving.append(here)
-            return here
+                arriving.append(accelerator.copy(tensor))
+            return arriving[-1]
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if accelerator.is_here(tensor) else _copied(tensor, copied, accelerator.device)
+        def here(leaf: Any) -> Any:
+            if type(leaf) is Shared:
+                with accelerator.using(self.into):
+                    opened.append(accelerator.open(leaf))
+                return _copied(arrive, opened[-1])
+            is_to_move = isinstance(leaf, torch.Tensor) and not accelerator.is_here(leaf)
+            return _copied(lambda each: arrive(accelerator.pinned(each)), leaf) if is_to_move else leaf
 
-        value = map_tensors(moved, value)
+        value = map_leaves(here, value)
         if arriving:
-            self.has_arrived(arriving)
+            done, computing = accelerator.event(), accelerator.current_stream()
+            done.record(self.into)
+            if opened:
+                self._opened.append((done, source, opened))
+            computing.wait_event(done)
+            for tensor in arriving:
+                accelerator.keep_for(tensor, computing)
         return value
 
-    def has_arrived(self, arriving: Sequence[torch.Tensor]) -> None:
-        """What this thread computes from now on comes after the copies to these tensors, in the stream "into"."""
-        done, computing = self.accelerator.event(), self.accelerator.current_stream()
-        done.record(self.into)
-        computing.wait_event(done)
-        for tensor in arriving:
-            self.accelerator.keep_for(tensor, computing)
+    def awaited(self) -> Any:
+        """The first copy that is not done, of what a worker has sent, and the worker; None if all are done. From any thread."""
+        return next(((done, source) for done, source, _ in tuple(self._opened) if not done.query()), None)
+
+    def let_go(self) -> None:
+        """Let go of other devices' memory that was copied: the worker that has sent it may use it again."""
+        with self.accelerator.using(self._idle):
+            while self._opened and self._opened[0][0].query():
+                self._opened.popleft()
 
     def wait(self) -> None:
         """Wait until the device has computed all that it was given, and raise what it failed with."""
@@ -107,12 +110,16 @@ class DeviceCopies:
         done.record(self.accelerator.current_stream())
         done.synchronize()
 
+    def close(self) -> None:
+        """Wait for no copy any more."""
+        self._waits.shutdown(wait=False, cancel_futures=True)
 
-def _copied(tensor: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A copy of a tensor, or of the parts of a sparse one. Of tensors that torch alone knows how to copy, torch's."""
-    if is_plain_tensor(tensor):
-        return copied(tensor.detach()).requires_grad_(tensor.requires_grad)
-    if is_sparse(tensor):
-        form, parts = form_and_parts(tensor)
-        return from_parts(form, [copied(part) for part in parts])
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+def _copied(copy: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, or of the parts of a sparse one. Others are copied by torch, to the host."""
+    with torch.no_grad():
+        if is_sparse(tensor):
+            form, parts = form_and_parts(tensor)
+            return from_parts(form, [copy(part) for part in parts])
+        own = copy(tensor) if is_plain_tensor(tensor) else tensor.to("cpu", copy=True)
+    return own.requires_grad_(tensor.requires_grad)

@@ -2,7 +2,6 @@
 
 import select
 import threading
-import weakref
 
 import pytest
 import torch
@@ -24,7 +23,9 @@ def device():
 
 @pytest.fixture
 def copies(device):
-    return DeviceCopies(device)
+    copies = DeviceCopies(device)
+    yield copies
+    copies.close()
 
 
 @pytest.fixture
@@ -43,31 +44,30 @@ def test_a_value_may_be_changed_and_freed_once_its_copy_has_begun(copies):
     copy = copies.to_host({"a": tensor, "b": [tensor.detach(), 7]})
     tensor.detach().zero_()
     del tensor
-    found = copy.wait()
+    found = copy.result()
     assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3).t()) and found["a"].stride() == (1, 3)
     assert found["a"].requires_grad and found["a"].is_leaf and found["b"][1] == 7
     assert not found["b"][0].requires_grad and torch.equal(found["b"][0], found["a"])
 
 
-def test_what_is_read_before_it_is_copied_has_no_numbers(copies):
+def test_what_is_read_before_it_is_copied_has_no_numbers(device, copies, monkeypatch):
     """Else these tests would see nothing."""
+    made, inner = [], device.copy
+    monkeypatch.setattr(device, "copy", lambda *given, **more: made.append(inner(*given, **more)) or made[-1])
+    device.copies_may_end.clear()
     copy = copies.to_host(torch.ones(2))
-    assert copy._value.isnan().all()
-    assert torch.equal(copy.wait(), torch.ones(2))
+    assert made[1].isnan().all()
+    device.copies_may_end.set()
+    assert torch.equal(copy.result(), torch.ones(2)) and torch.equal(made[1], torch.ones(2))
 
 
 def test_memory_of_the_device_is_free_when_the_host_has_its_copy(device, copies):
-    made, inner = [], device.empty
-
-    def empty(*given):
-        made.append(weakref.ref(tensor := inner(*given)))
-        return tensor
-
-    device.empty = empty
+    device.copies_may_end.clear()
     copy = copies.to_host([torch.ones(2), torch.ones(3)])
-    assert [each() is None for each in made] == [False, False]
-    copy.wait()
-    assert [each() is None for each in made] == [True, True]
+    assert len(device._here) == 2
+    device.copies_may_end.set()
+    copy.result()
+    assert device._here == {}
 
 
 def test_a_value_arrives_before_it_is_computed_with(device, copies):
@@ -80,9 +80,8 @@ def test_a_value_arrives_before_it_is_computed_with(device, copies):
 
 
 def test_a_device_that_fails_says_so_where_it_is_waited_for(device, copies):
-    copy = copies.to_host(torch.ones(2))
     device.fails = True
-    for wait in (copy.wait, copies.wait):
+    for wait in (copies.to_host(torch.ones(2)).result, copies.wait):
         with pytest.raises(DeviceFailed):
             wait()
 
@@ -114,7 +113,9 @@ def test_a_send_waits_for_nothing_and_the_value_is_sent_while_its_sender_waits(t
 def test_what_cannot_leave_the_device_ends_the_wait_of_its_sender(two):
     here, _ = two
     here.copies.accelerator.fails = True
+    here.copies.accelerator.copies_may_end.clear()
     here.send(1, (0, 5, 2), torch.ones(3))
+    here.copies.accelerator.copies_may_end.set()
     with pytest.raises(
         StageError, match="value 5 of micro-batch 2 of step 0 could not be sent to worker 1: DeviceFailed"
     ):
@@ -137,10 +138,12 @@ def test_what_was_copied_meanwhile_is_sent_by_a_receive_that_need_not_wait(two):
 
 def test_values_of_a_step_that_was_given_up_are_not_sent(two):
     here, there = two
+    here.copies.accelerator.copies_may_end.clear()
     here.send(1, (0, 0, 0), torch.ones(1))
     here.drop_unsent()
     here.send(1, (1, 0, 0), torch.ones(1))
     here.discard_before(2)
+    here.copies.accelerator.copies_may_end.set()
     here.send(1, (2, 0, 0), torch.ones(1))
     here.finish()
     assert [there.ready((step, 0, 0)) for step in range(3)] == [False, False, True]
@@ -149,7 +152,7 @@ def test_values_of_a_step_that_was_given_up_are_not_sent(two):
 def test_the_thread_that_waits_for_copies_ends_with_the_transport(two):
     here, _ = two
     here.send(1, (0, 0, 0), torch.ones(1))
-    thread = here._thread
+    (thread,) = here.copies._waits._threads
     here.close()
     thread.join(10)
     assert not thread.is_alive()
