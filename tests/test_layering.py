@@ -35,30 +35,12 @@ WITHOUT_TRACER = ("ir/run", "drivers/worker")
 
 # Top-level names that several files define, each with what it means there. This list may only get shorter.
 SEVERAL_MEANINGS = {
-    "Accept": "an action of the command log, and twice a function that accepts the answers of a command",
-    "Bound": "an instruction that is bound to its handler: once with all arguments, in three files with those after the step",
     "Connect": "an action of the command log, and the urgent message that it sends",
-    "Costs": "the costs of a program, and a function from the name of a cost to those of the stages",
-    "Faults": "an iterator over the faults of a Pipe, and the faults of a program",
-    "Future": "`torch.futures.Future`, which three files name so",
-    "Gradients": "the gradients of one worker, and a tuple of tensors that are gradients",
-    "Key": "a type variable, a kind of instruction, and twice a value by its name and micro-batch",
-    "Number": "a float or a fraction, in two files",
     "Place": "where a tensor is: in a module, in shared memory, among inputs, and in a stage",
-    "Recorded": "a graph that was recorded: with the value of each name, and with what forward asked",
-    "Returned": "a type variable for what a function returns, in two files",
-    "Run": "adjacent stages on one worker, and a function that runs a stage",
     "Send": "an instruction, and an action of the command log",
-    "Trials": "the answers that a trace tries, and the steps that a worker tries",
-    "WHOLE": "the lines of a program that is shown whole, and the passes of a stage without halves",
-    "Watch": "what sees the calls of C functions, and what sees what a model asks of numbers",
-    "Worker": "a process that runs instructions, and a function from an instruction to the number of a worker",
     "backward_input": "the half I of a backward, and the handler of its instruction",
     "backward_weight": "the half W of a backward, and the handler of its instruction",
-    "in_turn": "passes in the order of their times, and calls of a driver one after the other",
-    "modes_of": "in which mode a program was exported, and which stages compute forwards again",
     "phases": "the phases of a schedule, in the file of each schedule that has them",
-    "refusal": "the error of a buffer, and of a random number, that a trace cannot follow",
 }
 
 

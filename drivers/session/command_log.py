@@ -40,6 +40,9 @@ def _nothing() -> None:
     pass
 
 
+AcceptAnswers = Callable[[Mapping[int, Any]], None]
+
+
 def accept_all(answers: Mapping[int, Any]) -> None:
     """Any answers will do."""
 
@@ -59,7 +62,7 @@ class PendingCommand:
     undo: Callable[[], None] = _nothing
     limit: float | None = None
     surroundings: Surroundings | None = None
-    accept: Callable[[Mapping[int, Any]], None] = accept_all
+    accept: AcceptAnswers = accept_all
     sender: Hashable = None
     number: int = 0
     since: float = 0.0

@@ -14,15 +14,13 @@ from pippy.drivers.protocol.commands import ZeroGrad
 from pippy.drivers.protocol.hooks import WorkerHooks
 from pippy.drivers.protocol.stages import Load, Unload
 from pippy.drivers.protocol.steps import StageFlags, Step
-from pippy.drivers.session.command_log import PendingCommand, accept_all
+from pippy.drivers.session.command_log import AcceptAnswers, PendingCommand, accept_all
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
-from pippy.drivers.session.session import Session
+from pippy.drivers.session.session import Returned, Session
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.ir.base.surroundings import Surroundings
 
-Accept = Callable[[Mapping[int, Any]], None]
 Given = ParamSpec("Given")
-Returned = TypeVar("Returned")
 Self = TypeVar("Self")
 Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
 Hooks = Mapping[int, WorkerHooks]  # by worker
@@ -190,7 +188,7 @@ class DriverCommands:
         reduce: bool,
         limit: float | None,
         surroundings: Surroundings,
-        accept: Accept = accept_all,
+        accept: AcceptAnswers = accept_all,
     ) -> PendingCommand:
         """Send a step to the workers; `Session.wait` waits for it. ``reduce`` says that it adds up copies.
 
@@ -262,7 +260,11 @@ class DriverCommands:
             raise DriverError("this driver was closed; make another")
 
     def _command(
-        self, bodies: Mapping[int, Any], surroundings: Surroundings, limit: float | None, accept: Accept = accept_all
+        self,
+        bodies: Mapping[int, Any],
+        surroundings: Surroundings,
+        limit: float | None,
+        accept: AcceptAnswers = accept_all,
     ) -> PendingCommand:
         """A command to send now. It is for all workers if they are to drop gradients, or if the surroundings have changed."""
         self.check_open()

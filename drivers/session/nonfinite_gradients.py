@@ -1,11 +1,10 @@
 """Which gradients on the workers are not finite, as far as steps with a scaled loss have reported it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.steps import StepResult
-
-Accept = Callable[[Mapping[int, StepResult]], None]
+from pippy.drivers.session.command_log import AcceptAnswers
 
 
 class NonFiniteGradients:
@@ -21,7 +20,7 @@ class NonFiniteGradients:
         self._dropped: dict[str, int] = {}
         self._found: set[str] = set()
 
-    def step(self, accept: Accept) -> Accept:
+    def step(self, accept: AcceptAnswers) -> AcceptAnswers:
         """A step with a scaled loss is posted. Returns what accepts its answers, ``accept`` first."""
         self.steps += 1
         number = self.steps

@@ -14,6 +14,7 @@ from pippy.drivers.plan.language.instructions import (
     NOTES,
     Compute,
     Free,
+    InstructionKey,
     Op,
     Receive,
     ReceiveGradients,
@@ -26,7 +27,6 @@ from pippy.drivers.plan.language.instructions import (
     SendSum,
     own_value,
 )
-from pippy.drivers.plan.language.instructions import Key as InstructionKey
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers

@@ -24,7 +24,7 @@ from pippy.ir.run.computed_again import said
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
-Run = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
+RunStage = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RepeatedForward:
         self.random = RandomNumbers(self.modules, device)
         self.known: _Known | None = None
 
-    def first(self, inputs: tuple[Any, ...], outside: Sequence[bool], run: Run) -> tuple[Any, Kept | None]:
+    def first(self, inputs: tuple[Any, ...], outside: Sequence[bool], run: RunStage) -> tuple[Any, Kept | None]:
         """Run the stage, and give its outputs, with what is kept: only inputs from ``outside``. None if that is not enough."""
         flags = [module.training for module in self.modules]
         known = self.known if self.known is not None and self.known.flags == flags else None
@@ -81,7 +81,7 @@ class RepeatedForward:
         drew = None if random.is_now() else random
         return outputs, Kept(inputs, Snapshot(dict(enumerate(tensors(inputs)))), changes, drew, compared)
 
-    def again(self, kept: Kept, inputs: Sequence[Any], run: Run) -> Any:
+    def again(self, kept: Kept, inputs: Sequence[Any], run: RunStage) -> Any:
         """Run the stage once more, and give its outputs. ``inputs`` has those that do not come from outside."""
         if kept.tensors.changed():
             raise StageError(

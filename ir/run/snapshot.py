@@ -12,10 +12,10 @@ import torch
 
 from pippy.ir.run.shared_tensors import memory_of
 
-Key = TypeVar("Key", bound=Hashable)
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-class Snapshot(Generic[Key]):
+class Snapshot(Generic[_Key]):
     """Tensors by their keys, with copies of those that are ``copied``. With ``compares``, these tell of changes, too.
 
     >>> x = torch.zeros(2)
@@ -29,19 +29,19 @@ class Snapshot(Generic[Key]):
     """
 
     def __init__(
-        self, tensors: Mapping[Key, torch.Tensor], copied: Collection[Key] = (), compares: bool = False
+        self, tensors: Mapping[_Key, torch.Tensor], copied: Collection[_Key] = (), compares: bool = False
     ) -> None:
         self.tensors, self.compares = dict(tensors), compares
         self.versions = _versions(self.tensors)
         self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied]))) if copied else {}
 
-    def changed(self, now: Mapping[Key, torch.Tensor] | None = None) -> list[Key]:
+    def changed(self, now: Mapping[_Key, torch.Tensor] | None = None) -> list[_Key]:
         """The keys of the tensors that were changed since. Those that were replaced are others ``now``."""
         if now is None and not self.compares and _versions(self.tensors) == self.versions:
             return []  # soon, as it is asked after each computation
         return [key for key, tensor in (self.tensors if now is None else now).items() if self._is_changed(key, tensor)]
 
-    def _is_changed(self, key: Key, tensor: torch.Tensor) -> bool:
+    def _is_changed(self, key: _Key, tensor: torch.Tensor) -> bool:
         if tensor is not self.tensors.get(key) or _versions({key: tensor})[key] != self.versions[key]:
             return True
         is_compared = self.compares and key in self.copies and tensor.layout is torch.strided
@@ -54,13 +54,13 @@ class Snapshot(Generic[Key]):
                 self.tensors[key].copy_(self.copies[key])
 
 
-def snapshot_of_buffers(buffers: Mapping[Key, torch.Tensor]) -> Snapshot[Key]:
+def snapshot_of_buffers(buffers: Mapping[_Key, torch.Tensor]) -> Snapshot[_Key]:
     """Buffers, with copies of those that may be the statistics of a norm."""
     copied = [key for key, each in buffers.items() if each.dim() <= 1 and each.is_floating_point()]
     return Snapshot(buffers, copied, compares=True)
 
 
-def _versions(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
+def _versions(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, int]:
     """How often each tensor has been changed in place. Torch does not count that of those made in inference mode."""
     try:
         return {key: tensor._version for key, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from pippy.ir.call.target import target_name
 from pippy.ir.trace.fake_results import FakeResults
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.suppositions import SINGLE, Supposition
-from pippy.ir.trace.trials import Trials
+from pippy.ir.trace.trials import TraceTrials
 
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EMPTY = inspect.Parameter.empty
@@ -40,7 +40,7 @@ class Call:
     is_decorated: bool = False
     by_position: tuple[str, ...] = ()
     results: FakeResults = field(default_factory=FakeResults, compare=False)  # for all traces of the call
-    trials: Trials = field(default_factory=Trials, compare=False)  # the same
+    trials: TraceTrials = field(default_factory=TraceTrials, compare=False)  # the same
     supposition: Supposition = field(default_factory=Supposition)
 
     def inputs(self) -> list[inspect.Parameter]:

@@ -69,7 +69,7 @@ def check_fitting(module: nn.Module, path: str, before: Attributes) -> None:
         known = value_of(each.value) if issubclass(type(each.value), fx.Proxy) else UNKNOWN
         why = _why_not(each, known) or ("is not known to have its shape and dtype" if known is UNKNOWN else None)
         if why is not None:
-            raise refusal(each.name, why, _line(each.value))
+            raise buffer_refusal(each.name, why, _line(each.value))
 
 
 def record_assigned(
@@ -79,7 +79,7 @@ def record_assigned(
     for each in [each for path, module in model.named_modules() for each in assigned_in(module, path, before)]:
         known = values.of(each.value.node) if issubclass(type(each.value), fx.Proxy) else UNKNOWN
         if (why := _why_not(each, known) or _why_not_alone(each, state, graph)) is not None:
-            raise refusal(each.name, why, _line(each.value))
+            raise buffer_refusal(each.name, why, _line(each.value))
     for path, module in model.named_modules():
         for name, value in _buffers(module).items():
             if issubclass(type(value), fx.Proxy):
@@ -123,7 +123,7 @@ def varying_with_rows(graph: fx.Graph) -> Iterator[tuple[str, TracingError]]:
     for node in graph.find_nodes(op="call_function", target=assign_):
         _, value, name = node.args
         if isinstance(ROW_SIZES.of(value), RowDim):
-            yield name, refusal(name, "has another size for another number of rows", source.excerpt_of(node))
+            yield name, buffer_refusal(name, "has another size for another number of rows", source.excerpt_of(node))
 
 
 def _why_not(assigned: Assigned, known: Any) -> str | None:
@@ -159,7 +159,7 @@ def _why_not_alone(assigned: Assigned, state: Mapping[str, torch.Tensor], graph:
     return None
 
 
-def refusal(name: str, why: str, line: str) -> TracingError:
+def buffer_refusal(name: str, why: str, line: str) -> TracingError:
     """The error for a buffer that forward assigns and that cannot be followed."""
     attribute, place = name.rpartition(".")[2], f":\n{line}" if line else ""
     return TracingError(

@@ -21,7 +21,7 @@ from pippy.ir.trace.replaced import replaced
 _OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
 
 
-class Watch:
+class CallWatch:
     """What tells of the calls, in one thread. It can be paused."""
 
     def __init__(self, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None] | None) -> None:
@@ -65,7 +65,7 @@ class Watch:
         self._on_event(frame, event, function)
 
 
-_watch: Watch | None = None  # of the thread that traces
+_watch: CallWatch | None = None  # of the thread that traces
 
 
 def called_by(frame: FrameType) -> Any:
@@ -84,7 +84,7 @@ def watching_c_calls(
     """
     global _watch
     with _pausing_profiler():
-        watch, before = Watch(check, begins), _watch
+        watch, before = CallWatch(check, begins), _watch
         _watch = watch
         watch.resume()
         try:

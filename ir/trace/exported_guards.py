@@ -56,7 +56,7 @@ def _value_of(node: fx.Node, argument: object) -> Any:
     return EXPORTED_VALUE.of(node) if EXPORTED_VALUE.is_at(node) else getattr(argument, "value", None)
 
 
-def modes_of(model: ExportedModel) -> ModelModes:
+def exported_modes(model: ExportedModel) -> ModelModes:
     """The mode in which a program was exported, as far as its operations say so. It cannot follow the other."""
     if model.mode_line is None:
         return ModelModes()

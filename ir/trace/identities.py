@@ -46,7 +46,7 @@ from pippy.ir.trace.tracing_thread import not_tracing
 from pippy.ir.trace.values import UNKNOWN, Values
 
 
-class Recorded(Protocol):
+class RecordedValues(Protocol):
     """A graph that was recorded, with what is known of its values, and what was asked."""
 
     graph: fx.Graph

@@ -7,7 +7,7 @@ hasattr, getattr with a default        the fake value                         th
 type(x), callable(x)                   the fake value                         refused
 case [a, b], case {"a": b}             the fake value                         refused: len(x) is unknown
 a key of a dict or a set               the fake value                         refused; no size is one at the first try
-assert x                               recorded, if one answer leads to an AssertionError (`Trials`)
+assert x                               recorded, if one answer leads to an AssertionError (`TraceTrials`)
 x is y                                 traced again with values in place of stand-ins, and compared (`identities.py`)
 a, b = x                               the fake value                         torch.fx counts
 """

@@ -62,7 +62,7 @@ def check_no_draw(function: Any, frame: FrameType) -> None:
     """Raise if the call of the C function ``function`` draws random numbers, or seeds a generator."""
     drawn = _drawn_from(function)
     if drawn and not _is_importing(frame):
-        raise refusal(drawn, frame)
+        raise draw_refusal(drawn, frame)
 
 
 def _drawn_from(function: Any) -> str:
@@ -106,11 +106,11 @@ def _watching_numpy(model: nn.Module) -> Iterator[None]:
     for generator, state in drawn:
         _bits(generator).state = state
     if drawn:
-        raise refusal("numpy's", None)
+        raise draw_refusal("numpy's", None)
 
 
 def _refuse_numpy(*_: Any, **__: Any) -> None:
-    raise refusal("numpy's", sys._getframe(1))
+    raise draw_refusal("numpy's", sys._getframe(1))
 
 
 def _bits(generator: Any) -> Any:
@@ -159,7 +159,7 @@ def _parts(value: Any, objects: bool) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def refusal(generator: str, frame: FrameType | None) -> TracingError:
+def draw_refusal(generator: str, frame: FrameType | None) -> TracingError:
     """The error for a draw from ``generator`` on the user's line below ``frame``."""
     where = source.of_frame(frame)
     return refused(

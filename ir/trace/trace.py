@@ -42,7 +42,7 @@ from pippy.ir.trace.attributes import lookup_attribute
 from pippy.ir.trace.checkpointing import finish_parts
 from pippy.ir.trace.compare_graphs import Recorded, first_difference, paths_that_differ
 from pippy.ir.trace.exported import ExportedModel
-from pippy.ir.trace.exported_guards import check_example, guards_of, modes_of
+from pippy.ir.trace.exported_guards import check_example, exported_modes, guards_of
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import tracing
@@ -79,7 +79,7 @@ def trace(
     guards = guards_of(model)
     check_example(model, guards, example)
     traced = _trace_without_cache(model, tracer, concrete_args, example)
-    traced.guards, traced.modes = guards, modes_of(model)
+    traced.guards, traced.modes = guards, exported_modes(model)
     return traced
 
 

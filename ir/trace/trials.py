@@ -58,7 +58,7 @@ class Trial:
 
 
 @dataclass
-class Trials:
+class TraceTrials:
     """What is known: of places with `bool(x)`, the answer that an assertion asks for, or None if it is none."""
 
     known: dict[_Place, bool | None] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def _is_running(frame: FrameType) -> bool:
     return now is not None
 
 
-def trials_of(tracer: fx.proxy.TracerBase) -> Trials:
+def trials_of(tracer: fx.proxy.TracerBase) -> TraceTrials:
     """What is known for the trace that a tracer makes."""
-    found: Trials = tracer.__dict__.setdefault("_trials", Trials())
+    found: TraceTrials = tracer.__dict__.setdefault("_trials", TraceTrials())
     return found

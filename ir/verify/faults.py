@@ -15,10 +15,10 @@ class Fault(NamedTuple):
     message: str
 
 
-Faults = Iterator[Fault]
+FoundFaults = Iterator[Fault]
 
 
-def examined(check: Callable[[Compiled], Faults], compiled: Compiled) -> Faults:
+def examined(check: Callable[[Compiled], FoundFaults], compiled: Compiled) -> FoundFaults:
     """The faults that ``check`` finds. If it raises, because the graph is too broken to be read, that is a fault too."""
     try:
         yield from check(compiled)

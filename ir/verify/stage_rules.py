@@ -12,10 +12,10 @@ from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.verify.faults import Fault, Faults
+from pippy.ir.verify.faults import Fault, FoundFaults
 
 
-def check_stage_graphs(compiled: Compiled) -> Faults:
+def check_stage_graphs(compiled: Compiled) -> FoundFaults:
     """A stage uses only its inputs and the tensors and modules that it holds. It has no mark and no backward, and its last
     node is its output."""
     for name, module in compiled.stages():
@@ -49,7 +49,7 @@ def _has(module: Any, target: str) -> bool:
     return True
 
 
-def check_names(compiled: Compiled) -> Faults:
+def check_names(compiled: Compiled) -> FoundFaults:
     """Every tensor of the user's model is in one stage, or is recorded as copies in several, or as unused."""
     names = compiled.qualnames
     actual: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def _canonical(compiled: Compiled, place: str) -> str | None:
         return None
 
 
-def check_sharing(compiled: Compiled) -> Faults:
+def check_sharing(compiled: Compiled) -> FoundFaults:
     """No two stages hold the same parameter. Copies are in `replicated_params`, with equal shapes and dtypes."""
     holders: dict[int, list[str]] = {}
     for stage, module in compiled.split_gm.named_children():
@@ -113,7 +113,7 @@ def _copied(compiled: Compiled) -> list[tuple[str, ...]]:
     return copied
 
 
-def _check_copies(compiled: Compiled, group: dict[str, str]) -> Faults:
+def _check_copies(compiled: Compiled, group: dict[str, str]) -> FoundFaults:
     state = dict(named_state(compiled.split_gm))
     held = [state.get(f"{stage}.{name}") for stage, name in group.items()]
     if any(tensor is None for tensor in held):
@@ -127,4 +127,4 @@ def _likeness(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype  # the values, and requires_grad, follow the owner when the Pipe runs
 
 
-STAGE_RULES: tuple[Callable[[Compiled], Faults], ...] = (check_stage_graphs, check_names, check_sharing)
+STAGE_RULES: tuple[Callable[[Compiled], FoundFaults], ...] = (check_stage_graphs, check_names, check_sharing)

@@ -22,14 +22,14 @@ from pippy.ir.loss.backward import write_backward
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import is_getitem
 from pippy.ir.record.wiring import ValueName
-from pippy.ir.verify.faults import Fault, Faults
+from pippy.ir.verify.faults import Fault, FoundFaults
 
 
 class _CannotMakeError(Exception):
     """What is recorded does not make a graph."""
 
 
-def check_top_level(compiled: Compiled, before_backward: bool) -> Faults:
+def check_top_level(compiled: Compiled, before_backward: bool) -> FoundFaults:
     """The top-level graph is the one that the stages, the wiring and the loss make. Gives the first difference."""
     graph = compiled.split_gm.graph
     try:
@@ -104,7 +104,7 @@ class _Made:
                     write_backward(self.graph, self.values[name], loss.seed)
 
 
-def _first_difference(graph: fx.Graph, made: fx.Graph, same: dict[fx.Node, fx.Node]) -> Faults:
+def _first_difference(graph: fx.Graph, made: fx.Graph, same: dict[fx.Node, fx.Node]) -> FoundFaults:
     """Where a graph is not the one that was made. The nodes until there are put into ``same``, by those that were made."""
     for node, wanted in zip_longest(_in_order(graph), _in_order(made)):
         if wanted is None:
@@ -150,7 +150,7 @@ def text_of_node(node: fx.Node, args: Any, kwargs: Any) -> str:
     return f"{node.name} = {target}({', '.join(arguments)})"
 
 
-def _check_values(compiled: Compiled, wanted: Mapping[str, str]) -> Faults:
+def _check_values(compiled: Compiled, wanted: Mapping[str, str]) -> FoundFaults:
     """Every value is recorded under its name."""
     recorded, nodes = compiled.wiring.values, {node.name: node for node in compiled.split_gm.graph.nodes}
     for name in dict.fromkeys((*wanted, *recorded)):

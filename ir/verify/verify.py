@@ -8,7 +8,7 @@ from torch import fx
 from pippy.ir.base.errors import VerificationError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.verify.faults import Fault, Faults, examined
+from pippy.ir.verify.faults import Fault, FoundFaults, examined
 from pippy.ir.verify.stage_rules import STAGE_RULES
 from pippy.ir.verify.top_level import check_top_level, text_of_node
 
@@ -18,7 +18,7 @@ def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
 
     ``before_backward`` says that the model has its loss, but not its backward pass yet.
     """
-    rules: list[Callable[[Compiled], Faults]] = [
+    rules: list[Callable[[Compiled], FoundFaults]] = [
         partial(check_top_level, before_backward=before_backward),
         *STAGE_RULES,
     ]

@@ -13,7 +13,7 @@ from math import isfinite
 from numbers import Real
 
 from pippy.drivers.plan.language.errors import ArgumentError, beginning
-from pippy.drivers.plan.language.instructions import KINDS, Compute, Key
+from pippy.drivers.plan.language.instructions import KINDS, Compute, InstructionKey
 from pippy.drivers.plan.language.program import Program
 
 Number = float | Fraction
@@ -68,7 +68,7 @@ class Costs:
 class ResolvedCosts:
     """A number for each pass of each stage and each edge: ``occupied`` is how long a value keeps its channel busy."""
 
-    stages: dict[Key, Sequence[Number]]
+    stages: dict[InstructionKey, Sequence[Number]]
     latency: dict[str, Number]
     occupied: dict[str, Number]
 

@@ -24,6 +24,7 @@ from pippy.drivers.plan.language.edges import GradientSum, Pass
 from pippy.drivers.plan.language.instructions import (
     Compute,
     Instruction,
+    MicrobatchValue,
     Op,
     ReceiveGradients,
     ReceiveSum,
@@ -32,8 +33,6 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
-
-Key = tuple[str, int]  # a value, by its name and micro-batch
 
 
 @dataclass(frozen=True)
@@ -184,10 +183,10 @@ class _Values:
     """The values that a worker holds, and who has each of them: runs as an input or output, or the table of values."""
 
     def __init__(self) -> None:
-        self.holders: dict[Key, list[int]] = {}
+        self.holders: dict[MicrobatchValue, list[int]] = {}
         self.totals = [0, 0, 0]  # of the values that count as inputs, as kept, and as waiting
 
-    def change(self, key: Key, holder: int, by: int, size: int) -> None:
+    def change(self, key: MicrobatchValue, holder: int, by: int, size: int) -> None:
         holders = self.holders.setdefault(key, [0, 0, 0])
         before = self._kind(holders)
         holders[holder] += by
@@ -200,7 +199,7 @@ class _Values:
         if after is None:
             del self.holders[key]
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: MicrobatchValue) -> bool:
         return key in self.holders
 
     @staticmethod
@@ -250,8 +249,8 @@ class _Walk:
         self.parameters = sum(each.parameters for each in stages)
         self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
 
-    def _last_takers(self) -> dict[Key, Instruction]:
-        found: dict[Key, Instruction] = {}
+    def _last_takers(self) -> dict[MicrobatchValue, Instruction]:
+        found: dict[MicrobatchValue, Instruction] = {}
         for each in self.order:
             if isinstance(each, Compute) and each.op == Op.FORWARD:
                 for given in self.inputs.values():
@@ -287,7 +286,7 @@ class _Walk:
             return 0 if self.sizes.inputs_stay else self.inputs[name].bytes
         return 0 if name in self.free_of_charge else self.sizes.values.get(name.removesuffix(_COPY), 0)
 
-    def _change(self, key: Key, holder: int, by: int) -> None:
+    def _change(self, key: MicrobatchValue, holder: int, by: int) -> None:
         self.values.change(key, holder, by, self._size(key[0]))
 
     def _working(self, instruction: Instruction) -> int:

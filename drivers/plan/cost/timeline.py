@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
+from pippy.drivers.plan.cost.costs import Number
 from pippy.drivers.plan.language.drawn import Drawn
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.language.instructions import Compute
-
-Number = float | Fraction
 
 
 @dataclass(frozen=True, slots=True)

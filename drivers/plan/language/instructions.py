@@ -51,8 +51,8 @@ class Op(StrEnum):
 Phase = Literal["F", "B"]
 MicrobatchValue = tuple[str, int]  # a value and its micro-batch
 ValueOf = Callable[[Any], MicrobatchValue]  # of an instruction
-Worker = Callable[[Any], int]  # of an instruction
-Costs = Callable[[str], Sequence[float | Fraction] | None]  # by the name of a cost, that of each stage, if it was given
+WorkerOf = Callable[[Any], int]  # of an instruction
+GivenCosts = Callable[[str], Sequence[float | Fraction] | None]  # by the name of a cost, that of each stage, if given
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Kind:
     takes: ValueOf | None = None
     gives: ValueOf | None = None
     drops: ValueOf | None = None
-    sends_to: Worker | None = None
-    receives_from: Worker | None = None
+    sends_to: WorkerOf | None = None
+    receives_from: WorkerOf | None = None
     after: tuple[Op, ...] = ()
     excludes: tuple[Op, ...] = ()
     live: int = 0
     phase: Phase | None = None
-    cost: Callable[[Costs], Sequence[float | Fraction]] | None = None
+    cost: Callable[[GivenCosts], Sequence[float | Fraction]] | None = None
     exchange: "Exchange | None" = None
 
     @property
@@ -111,7 +111,7 @@ class Instruction:
     __slots__ = ()
 
     @property
-    def key(self) -> "Key":
+    def key(self) -> "InstructionKey":
         """What its kind is found by, here and wherever something is done for each kind."""
         return type(self)
 
@@ -283,10 +283,10 @@ def notes_of(each: Any) -> MicrobatchValue:
     return NOTES, 0
 
 
-Key = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
+InstructionKey = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
 
 # All that is known of each kind. A kind whose text begins as that of another goes before it.
-KINDS: dict[Key, Kind] = {
+KINDS: dict[InstructionKey, Kind] = {
     Op.FORWARD: Kind(
         Form("F{stage}.{microbatch}"),
         meaning="forward",
@@ -367,7 +367,7 @@ KINDS: dict[Key, Kind] = {
 }
 
 
-def cost_of_halves(costs: Costs) -> Sequence[float | Fraction]:
+def cost_of_halves(costs: GivenCosts) -> Sequence[float | Fraction]:
     return [i + w for i, w in zip(costs("backward_input") or (), costs("backward_weight") or ())]
 
 

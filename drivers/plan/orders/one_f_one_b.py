@@ -38,7 +38,7 @@ def backward_and_forward_in_turn(placement: Placement, chunks: int, warm_up: Cal
                 (forward, passes(F, run.stages, chunk)),
                 (backward_slot(index, ahead, chunk), passes(B, run.stages, chunk)),
             ]
-    return WorkerOrders([in_turn(taken) for taken in slots], memory)
+    return WorkerOrders([in_order_of_time(taken) for taken in slots], memory)
 
 
 def backward_slot(index: int, ahead: int, chunk: int) -> int:
@@ -49,5 +49,5 @@ def backward_slot(index: int, ahead: int, chunk: int) -> int:
     return index + 2 * (ahead + chunk) - 1
 
 
-def in_turn(slots: list[TimeSlot]) -> list[Compute]:
+def in_order_of_time(slots: list[TimeSlot]) -> list[Compute]:
     return [compute for _, computes in sorted(slots, key=itemgetter(0)) for compute in computes]

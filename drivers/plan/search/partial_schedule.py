@@ -10,7 +10,7 @@ from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.values import takers
 
-WHOLE = (Op.FORWARD, Op.BACKWARD)
+UNHALVED = (Op.FORWARD, Op.BACKWARD)
 HALVES = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
@@ -27,7 +27,7 @@ class SearchProblem:
         self.program = program
         self.costs = costs.resolve(program)
         self.memory = memory
-        self.ops = HALVES if halves else WHOLE
+        self.ops = HALVES if halves else UNHALVED
         self.worker_of = program.placement.worker_of
         self.inputs: dict[Pass, list[str]] = defaultdict(list)
         self.outputs: dict[Pass, list[tuple[str, list[int]]]] = defaultdict(list)

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+from torch.futures import Future
 
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.wire.memory import no_descriptor
 from pippy.drivers.wire.messages.message_connection import MessageConnection
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.pollable_event import PollableEvent
-
-Future = torch.futures.Future
 
 
 class ControllerConnections:

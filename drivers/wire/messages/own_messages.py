@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.futures import Future
 
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.urgent import answer_at_once
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.value_layout import copied
-
-Future = torch.futures.Future
 
 
 class OwnMessages:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
+from torch.futures import Future
 
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.silent_connections import break_silent_connections
@@ -15,7 +15,6 @@ from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.worker_transport import WorkerTransport
 
-Future = torch.futures.Future
 BEYOND = (
     2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
 )

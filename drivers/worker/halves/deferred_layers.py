@@ -26,7 +26,7 @@ from torch._C._autograd import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 
-Gradients = tuple[torch.Tensor, ...]
+LayerGradients = tuple[torch.Tensor, ...]
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
@@ -40,7 +40,7 @@ class LayerCall:
         queue: list["LayerCall"],
         parameters: Sequence[nn.Parameter],
         x: torch.Tensor,
-        gradients: Callable[[torch.Tensor, torch.Tensor], Gradients],
+        gradients: Callable[[torch.Tensor, torch.Tensor], LayerGradients],
     ) -> None:
         self.parameters = parameters
         self._queue = queue
@@ -60,7 +60,7 @@ class LayerCall:
         queue, self._queue = self._queue, []  # no reference cycle: it would live until a garbage collection
         queue.append(self)
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> LayerGradients:
         """The gradients of `parameters`. The two tensors that they are computed from are freed."""
         assert self._input is not None and self._grad is not None
         result = self._gradients(self._grad, self._input)
@@ -126,7 +126,7 @@ def _is_one_product(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return weight.is_contiguous() and (input.dim() == 2 or (input.dim() > 2 and input.is_contiguous()))
 
 
-def _linear_gradients(grad: torch.Tensor, x: torch.Tensor) -> Gradients:
+def _linear_gradients(grad: torch.Tensor, x: torch.Tensor) -> LayerGradients:
     # autograd computes the same product with the same layout, so the bits are the same
     return (grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])),)
 
@@ -149,7 +149,7 @@ class ConvolutionLayer(DeferrableLayer):
         _receive_gradient(output, call)
         return output
 
-    def _gradients(self, grad: torch.Tensor, x: torch.Tensor) -> Gradients:
+    def _gradients(self, grad: torch.Tensor, x: torch.Tensor) -> LayerGradients:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         module: Any = self._module
         assert weight is not None

@@ -5,16 +5,16 @@ from typing import Any
 
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 
-Bound = tuple[Callable[..., None], tuple[Any, ...]]  # a handler, and what it takes after the step
+BoundCall = tuple[Callable[..., None], tuple[Any, ...]]  # a handler, and what it takes after the step
 
 
 def with_calls(
     order: Sequence[Instruction],
-    code: Sequence[Bound],
+    code: Sequence[BoundCall],
     ops: Container[Op],
     changed: Callable[[Callable[..., None]], Callable[..., None]],
     microbatch: int | None = None,
-) -> list[Bound]:
+) -> list[BoundCall]:
     """The code of ``order``, with other handlers of the calls in these computations, of one micro-batch or of all.
 
     >>> from pippy.drivers.plan.language.instructions import parse_instruction

@@ -12,7 +12,7 @@ import torch
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.plan.language.instructions import Instruction, Op
-from pippy.drivers.worker.measure.calls import Bound, with_calls
+from pippy.drivers.worker.measure.calls import BoundCall, with_calls
 from pippy.drivers.worker.measure.leave_unchanged import left_unchanged
 from pippy.drivers.worker.measure.output_sample import Sample, sample_of
 from pippy.ir.base.names import LOSS
@@ -26,7 +26,7 @@ class OutputProbe:
         self.order, self.division = order, division
         self.by_chance: list[tuple[str, int]] = []
 
-    def watching(self, code: Sequence[Bound]) -> list[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> list[BoundCall]:
         """The instructions, changed so that this sees what each stage takes and gives of the first micro-batch."""
         return with_calls(self.order, code, (Op.FORWARD,), self._probing, microbatch=0)
 

@@ -25,10 +25,10 @@ from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import SentCount, Transport
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.trees import tensors
 
-Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: its handler and the arguments
 _NOTHING = SentCount()
 
 
@@ -53,8 +53,8 @@ class Recorder:
         self.tail = {at for at, each in enumerate(order) if each.kind.exchange and not isinstance(each, early)}
         self.adds_up = False
         self.held: HeldMemory | None = None
-        self.plain: Sequence[Bound] = ()
-        self.code: Sequence[Bound] = ()  # the same, timed
+        self.plain: Sequence[BoundCall] = ()
+        self.code: Sequence[BoundCall] = ()  # the same, timed
 
     def begin(self, adds_up: bool = False) -> None:
         """Note that a step begins, which may add up gradients."""
@@ -70,7 +70,7 @@ class Recorder:
             held.live.add(there)
             yield
 
-    def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> Sequence[BoundCall]:
         """The program's instructions, changed to note when they end. The first of them begins now."""
         if code is not self.plain:
             self.plain = code
@@ -106,7 +106,7 @@ class Recorder:
         held.note(len(self.order))
         return held.most, held.after
 
-    def _weighed(self, at: int, instruction: Instruction, handle: Callable[..., None], operands: Any) -> Bound:
+    def _weighed(self, at: int, instruction: Instruction, handle: Callable[..., None], operands: Any) -> BoundCall:
         held = self.held
         assert held is not None
 
@@ -129,7 +129,7 @@ class Recorder:
 
     def _timed(
         self, at: int, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]
-    ) -> Bound:
+    ) -> BoundCall:
         ends, now = self.ends, time.monotonic
 
         def timed(*operands: Any) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.ir.base.sparse_tensors import plain_parts
 from pippy.ir.base.trees import tensors
-
-Bound = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class SavedMemory:
@@ -40,11 +39,11 @@ class SavedMemory:
         again = {replace(each, op=Op.FORWARD) for each in first if each.op == Op.RECOMPUTE}
         self.weighed = {each for each in first if each.op in (Op.FORWARD, Op.RECOMPUTE)} - again
 
-    def watching(self, code: Sequence[Bound]) -> list[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> list[BoundCall]:
         """The instructions, changed so that the first forward of each stage is measured: the second one, if it is repeated."""
         return [self._measured(instruction, *bound) for instruction, bound in zip(self.order, code)]
 
-    def _measured(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
+    def _measured(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> BoundCall:
         if instruction not in self.weighed:
             return handle, operands
         assert isinstance(instruction, Compute)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pippy.drivers.plan.language.instructions import Instruction, Op
 from pippy.drivers.protocol.steps import SeenCall
-from pippy.drivers.worker.measure.calls import Bound, with_calls
+from pippy.drivers.worker.measure.calls import BoundCall, with_calls
 from pippy.ir.base.trees import map_tensors
 
 
@@ -20,7 +20,7 @@ class Witness:
         self.order, self.given = order, given
         self.seen: list[SeenCall] = []
 
-    def watching(self, code: Sequence[Bound]) -> list[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> list[BoundCall]:
         """The instructions, changed so that computations are noted."""
         code = with_calls(self.order, code, (Op.FORWARD,), self._seeing_forward)
         return with_calls(self.order, code, (Op.BACKWARD, Op.BACKWARD_INPUT), self._seeing_backward)
