@@ -1,7 +1,5 @@
 """The compiler: the passes in their order."""
 
-from typing import Any
-
 from pippy.ir.cut.name_draws import name_draws
 from pippy.ir.cut.split import split
 from pippy.ir.loss.backward import attach_backward
@@ -14,11 +12,12 @@ from pippy.ir.request import Request
 from pippy.ir.verify.verify import check_rules
 
 
-def compile_traced(traced: Traced, request: Request, balance: Any = None) -> Compiled:
-    """From a marked graph to stages with their loss and backward. Each pass takes a verified record and leaves one.
+def compile_traced(traced: Traced, request: Request) -> Compiled:
+    """From a graph to stages with their loss and backward. Each pass takes a verified record and leaves one.
 
-    ``balance`` is what is known of the stages, if the marks were placed to make them alike.
+    The graph is marked already, or the request marks it.
     """
+    balance = None if request.cut is None else request.cut(traced)
     name_draws(traced)
     if request.loss_fn is not None:
         reserve_names(traced)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
-from pippy.ir.base.errors import BalanceError, InputError
+from pippy.ir.base.errors import InputError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun
@@ -31,7 +30,7 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.module_hooks import ModuleHooks
 from pippy.ir.record.traced import Traced
 from pippy.ir.reference import run_reference
-from pippy.ir.request import Request
+from pippy.ir.request import Cut, Request
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
@@ -45,8 +44,6 @@ from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
 from pippy.ir.training_flags import TrainingFlags
 from pippy.ir.verify.verify import check_rules
-
-Cut = Callable[[Traced], Any]
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
@@ -116,8 +113,10 @@ class Pipe(nn.Module):
             concrete_args=concrete_args,
             example_args=example_args,
             example_kwargs=example_kwargs,
+            deep_copy_module=deep_copy_module,
+            cut=cut,
         )
-        return pipe_of(model, request, cut, deep_copy_module)
+        return pipe_of(model, request)
 
     @staticmethod
     def from_sequential(
@@ -138,10 +137,9 @@ class Pipe(nn.Module):
         >>> Pipe.from_sequential([nn.Linear(2, 2), lambda x: torch.flatten(x), nn.ReLU()])(torch.ones(3, 2)).shape
         torch.Size([6])
         """
-        model, request = original_of(model), Request(loss_fn=loss_fn)
-        _check_cut(cut)
+        model, request = original_of(model), Request(loss_fn=loss_fn, deep_copy_module=deep_copy_module, cut=cut)
         traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
-        return Pipe(traced, compile_traced(traced, request, None if cut is None else cut(traced)))
+        return Pipe(traced, compile_traced(traced, request))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -284,26 +282,17 @@ def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return found.args, found.kwargs
 
 
-def pipe_of(model: nn.Module, request: Request, cut: Cut | None = None, deep_copy_module: bool = False) -> Pipe:
-    """Trace a model, cut it at its marks, or at those that ``cut`` places, and compile it as was asked for."""
+def pipe_of(model: nn.Module, request: Request) -> Pipe:
+    """Trace a model, cut it at its marks, or at those that the request places, and compile it as was asked for."""
     model = module_of(original_of(model))
     check_model(model)
-    _check_cut(cut)
     with heard(), torch.inference_mode(False):
-        model = deep_copy(model) if deep_copy_module else model
+        model = deep_copy(model) if request.deep_copy_module else model
         example = request.example(model)
         traced = trace(model, request.tracer, request.concrete_args, example)
-        balance = None if cut is None else cut(traced)
-        pipe = Pipe(traced, compile_traced(traced, request, balance))
+        pipe = Pipe(traced, compile_traced(traced, request))
         pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
         return pipe
-
-
-def _check_cut(cut: object) -> None:
-    if cut is not None and not callable(cut):
-        raise BalanceError(
-            f"cut={brief(cut)} is a {type(cut).__name__}; give a pippy.balance.balancer.Balancer, or leave it out"
-        )
 
 
 def _without_numbers(example: Example) -> Example:

@@ -8,19 +8,23 @@ from torch import nn
 
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
-from pippy.ir.base.errors import LossError
+from pippy.ir.base.errors import BalanceError, LossError
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.loss_function import check_loss_function
 from pippy.ir.loss.returned_loss import LossSpec
+from pippy.ir.record.traced import Traced
 from pippy.ir.trace.arguments import Example, check_examples
 from pippy.ir.trace.trace import TracerLike
+
+Cut = Callable[[Traced], Any]  # marks a traced graph, and gives what it knows of the stages
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """What `pippy.pipeline` was asked for, but for the model and where it is cut; `pipeline` says what each means.
+    """What `pippy.pipeline` was asked for, but for the model; `pipeline` says what each means. ``cut`` is None if the model is
+    marked.
 
-    What cannot be done is refused here, before anything is traced.
+    What cannot be done with any model is refused here, before anything is traced.
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -30,6 +34,8 @@ class Request:
     concrete_args: Mapping[str, Any] | None = None
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
+    deep_copy_module: bool = False
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_fn", original_of(self.loss_fn))
@@ -41,6 +47,10 @@ class Request:
                 f"both loss_fn and output_loss_value_spec={brief(self.output_loss_value_spec)} are given, but only one can "
                 "be used: loss_fn computes the loss from the outputs, and output_loss_value_spec says which output is "
                 "the loss; give one of them"
+            )
+        if self.cut is not None and not callable(self.cut):
+            raise BalanceError(
+                f"cut={brief(self.cut)} is a {type(self.cut).__name__}; give a pippy.balance.balancer.Balancer, or leave it out"
             )
 
     @property

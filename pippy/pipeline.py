@@ -1,6 +1,7 @@
 """The front door: from a model to a Pipe."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -113,13 +114,14 @@ def pipeline(
         concrete_args=concrete_args,
         example_args=example_args,
         example_kwargs=example_kwargs,
+        deep_copy_module=deep_copy_module,
     )
     how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight}
-    balancer = None
     if split is not None or num_stages is not None:
-        balancer = Balancer(split, num_stages, request=request, progress=progress, **how)  # type: ignore[arg-type]
+        cut = Balancer(split, num_stages, request=request, progress=progress, **how)  # type: ignore[arg-type]
+        request = replace(request, cut=cut)
     elif given := [name for name, value in how.items() if value is not None]:
         raise BalanceError(
             f"{', '.join(given)}: the model is only cut evenly if num_stages is given; give num_stages too"
         )
-    return pipe_of(model, request, balancer, deep_copy_module)
+    return pipe_of(model, request)
