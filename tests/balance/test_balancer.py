@@ -364,7 +364,9 @@ def test_children_of_a_sequential_that_cannot_be_traced():
 @pytest.mark.parametrize("make", [Pipe.from_tracing, Pipe.from_sequential])
 def test_a_cut_that_is_none_is_refused(make):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-    with pytest.raises(BalanceError, match=r"^cut=\[2, 1\] is a list; give a pippy.balance.balancer.Balancer, or leave it out"):
+    with pytest.raises(
+        BalanceError, match=r"^cut=\[2, 1\] is a list; give a pippy.balance.balancer.Balancer, or leave it out"
+    ):
         make(model, cut=[2, 1])
     assert make(model, cut=Balancer([1, 1] if make is Pipe.from_tracing else [2, 1])).num_stages == 2
 
