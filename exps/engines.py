@@ -38,7 +38,7 @@ from exps.peers.hosts import LINK, hosts
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.torchrun.interfaces import link_named
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.doors import Invitation, come_in, open_door
+from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.rpc_values import RpcValues
 from pippy.drivers.wire.pickling import pickle_message, unpickle
@@ -60,14 +60,14 @@ def by_rpc(rank: int) -> tuple[WorkerTransport, WorkerTransport]:
     assert address is not None
 
     def invite(_: None) -> Invitation:
-        return open_door(address, lambda end: mixed.add_far(1 - rank, end), 60.0, 60.0)
+        return Door(address, [1 - rank], mixed.add_far, 60.0).invitation
 
     rpc.serve(rpc.Served(MessageQueue(), invite, lambda key, value: (alone, mixed)[key[0]].deliver(key, value)))
     os.environ["MASTER_PORT"] = str(PORTS[0])
     rpc.join(NAMES[rank], rank, 2, "env://", "uv", LINK, 60)
     if rank == 0:
         invitation = unpickle(rpc.urgent(NAMES[1], pickle_message(None)).wait())
-        mixed.add_far(1, come_in(invitation, 60.0, 60.0))
+        mixed.add_far(1, come_in(invitation, rank, 60.0))
     return alone, mixed
 
 

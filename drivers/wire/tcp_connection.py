@@ -46,6 +46,8 @@ class TcpConnection:
 
     def __init__(self, end: socket.socket, received: ReceivedValues, broke: Callable[[str], None]) -> None:
         end.setblocking(True)  # for the threads; the sends of the one that computes do not wait
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.received, self.broke = end, received, broke
         self.ended = self._closed = False
         self._failure = ""  # of a send, which says more than the end that the reader sees then

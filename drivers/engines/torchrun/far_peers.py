@@ -4,13 +4,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection
-from functools import partial
 
 from pippy.drivers.protocol.urgent import Invite, Ping
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.doors import Invitation, come_in, open_door
+from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
 from pippy.drivers.wire.messages.rpc_values import BEYOND
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 
 
@@ -34,7 +34,7 @@ class FarPeers:
         take: Callable[[int, socket.socket], None],
     ) -> None:
         self.index, self.name, self.peers = index, name, frozenset(peers)
-        self.address, self.within, self.silence, self.take = address, timeout / 2, timeout + BEYOND, take
+        self.address, self.within, self.silence, self._taken = address, timeout / 2, timeout + BEYOND, take
         self._lock = threading.Lock()
         self._dialled: set[int] = set()
 
@@ -44,7 +44,7 @@ class FarPeers:
             return None
         # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
         rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
-        return open_door(self.address, partial(self.take, guest), 2 * self.within, self.silence)
+        return Door(self.address, [guest], self._take, 2 * self.within).invitation
 
     def dial(self, peer: int) -> None:
         """Connect with a peer, unless that is done, or cannot be done."""
@@ -55,7 +55,7 @@ class FarPeers:
             try:
                 invitation = self._invitation(peer)
                 if invitation is not None:
-                    self.take(peer, come_in(invitation, self.within, self.silence))
+                    self._take(peer, come_in(invitation, self.index, self.within))
             except OSError as error:
                 print(
                     f"pippy: worker {self.index} passes all values to and from worker {peer} by RPC, which takes longer: "
@@ -63,6 +63,10 @@ class FarPeers:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def _take(self, peer: int, end: socket.socket) -> None:
+        break_when_silent(end, self.silence / 3, self.silence)
+        self._taken(peer, end)
 
     def _invitation(self, peer: int) -> Invitation | None:
         asked = rpc.urgent(self.name(peer), pickle_message(Invite(self.index)))

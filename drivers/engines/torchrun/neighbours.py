@@ -2,27 +2,27 @@
 
     each rank       writes its host on the board: ranks with the same host may be neighbours
     the first rank  opens a door (doors.py)
-    the others      hand over one end of two sockets there, and memory that both must see, and write that this is done
-    the first rank  takes what has come, closes the door, and writes which ranks have not come, and why
+    the others      hand over one end of two sockets there, and memory that both must see, and write whether that is done
+    the first rank  closes the door, and writes which ranks have not come, and why
 
 A rank whose sockets have not come has no neighbours, and is reached by RPC. In the end no rank listens.
 """
 
 import os
 import socket
-import struct
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
-from pippy.drivers.wire.messages.doors import check_same_user, listen_here
+from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 
 SocketPair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
 
-_GREETING = struct.Struct("<I32s")  # a rank, and what the memory beside it begins with
+_CONTENT, _TAKEN = 32, b"+"  # the bytes that memory begins with; the answer to a rank whose sockets were taken
 
 
 @dataclass
@@ -110,63 +110,46 @@ def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple
 
 
 def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
-    """Accept the others. Returns the sockets to those that have come."""
+    """Let the others in. Returns the sockets to those that have come."""
     came: dict[int, SocketPair] = {}
-    refused, why = {}, ""
-    with ExitStack() as stack:
-        door = None
+    with ExitStack() as opened:
         try:
-            place, door = stack.enter_context(listen_here(len(others)))
-            board.write("door of", [place, ""])
+            door = opened.enter_context(
+                closing(Door(THIS_HOST, others, partial(_take, came, board.timeout), board.timeout))
+            )
+            board.write("door of", [door.invitation.line(), ""])
         except OSError as error:
             board.write("door of", ["", f"rank {board.rank} could not open a socket: {error}"])
-        for other, its in zip(others, board.read("has come in", others)):
-            if its:
-                refused[other] = its
-        if door is not None:
-            why = _let_in(door, came)
-    for other in others:
-        if other not in refused and other not in came:
-            refused[other] = f"rank {board.rank} could not let it in: {why or 'it is not there'}"
+        refused = {other: why for other, why in zip(others, board.read("has come in", others)) if why}
     for other in refused.keys() & came.keys():
         close_all(came.pop(other))
     board.write("refused by", refused)
     return came
 
 
-def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
-    """Accept all that wait, and take their sockets. Returns why one could not be accepted, if one could not."""
-    why = ""
-    while True:
+def _take(came: dict[int, SocketPair], within: float, rank: int, end: socket.socket) -> None:
+    """Take the sockets of a rank, and tell it whether that could be done."""
+    with end, suppress(OSError):
+        end.settimeout(within)
         try:
-            end, _ = door.accept()
-        except BlockingIOError:
-            return why
-        except OSError as error:
-            return str(error)
-        with end:
-            try:
-                rank, pair = _greeted(end)
-                came[rank] = pair
-            except (OSError, struct.error) as error:
-                why = str(error)
+            came[rank] = _handed_over(end)
+        except (OSError, ValueError) as error:
+            end.sendall(str(error).encode())
+        else:
+            end.sendall(_TAKEN)
 
 
-def _greeted(end: socket.socket) -> tuple[int, SocketPair]:
-    """The rank that has come, and its sockets. Raises OSError unless the two processes can share memory."""
-    check_same_user(end)
-    end.setblocking(False)
-    packet, descriptors, _, _ = socket.recv_fds(end, _GREETING.size, 3)
+def _handed_over(end: socket.socket) -> SocketPair:
+    """The sockets of who has come. Raises OSError unless the two processes can share memory."""
+    content, descriptors, _, _ = socket.recv_fds(end, _CONTENT, 3)
     with ExitStack() as undo:
         for descriptor in descriptors:
             undo.callback(os.close, descriptor)
         if len(descriptors) < 3:
             raise no_descriptor("the sockets and the memory of another rank")
-        rank, content = _GREETING.unpack(packet)
-        if bytes(map_shared(descriptors[0]).part(0, len(content))) != content:
+        if bytes(map_shared(descriptors[0]).part(0, _CONTENT)) != content:
             raise OSError("what another rank writes into memory cannot be seen")
-        pair = socket.socket(fileno=os.dup(descriptors[1])), socket.socket(fileno=os.dup(descriptors[2]))
-    return rank, pair
+        return socket.socket(fileno=os.dup(descriptors[1])), socket.socket(fileno=os.dup(descriptors[2]))
 
 
 # -- the others
@@ -174,31 +157,35 @@ def _greeted(end: socket.socket) -> tuple[int, SocketPair]:
 
 def _come_in(board: RankBoard, first: int) -> SocketPair | None:
     """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
-    ((place, why),) = board.read("door of", [first])
+    ((line, why),) = board.read("door of", [first])
     pair = None
-    if place:
+    if line:
         try:
-            pair = _hand_over(place, board.rank)
+            with come_in(Invitation.of_line(line), board.rank, board.timeout) as end:
+                end.settimeout(board.timeout)
+                pair, answer = _hand_over(end)
+            why = "" if pair else f"rank {first} could not let it in: {answer or 'it is not there'}"
         except OSError as error:
             why = f"{type(error).__name__}: {error}"
     board.write("has come in", why)
     return pair
 
 
-def _hand_over(place: str, rank: int) -> SocketPair:
-    """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told."""
+def _hand_over(end: socket.socket) -> tuple[SocketPair | None, str]:
+    """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told.
+
+    Returns this rank's ends, or None and why the first rank could not take the others.
+    """
     with ExitStack() as used, ExitStack() as undo:
         descriptor, memory = create_shared(4096)
         used.callback(os.close, descriptor)
-        content = os.urandom(32)
-        memory.bytes[: len(content)] = content
+        content = os.urandom(_CONTENT)
+        memory.bytes[:_CONTENT] = content
         own, theirs = two_pairs()
         undo.callback(close_all, own)
         used.callback(close_all, theirs)
-        end = used.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        end.connect(place)
-        check_same_user(end)
-        descriptors = [descriptor, *(each.fileno() for each in theirs)]
-        socket.send_fds(end, [_GREETING.pack(rank, content)], descriptors)
+        socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in theirs)])
+        if (answer := end.recv(4096)) != _TAKEN:
+            return None, answer.decode()
         undo.pop_all()
-    return own
+    return own, ""

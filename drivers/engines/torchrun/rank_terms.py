@@ -4,22 +4,16 @@ Versions differ if one host alone was updated, files if the script was edited on
 rank 0, but the modules that they import are read where they run: other files would give other numbers.
 """
 
-import hashlib
 import os
-import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import pippy
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.versions import digest_of, digests_of_files, versions
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 
-_VERSIONS = ("Python", "torch", "pippy")
 _FILES = "files"
 
 
@@ -29,12 +23,7 @@ def terms_of_rank(arguments: Mapping[str, Any]) -> dict[str, str]:
     >>> list(terms_of_rank({"transport": None}))
     ['Python', 'torch', 'pippy', 'transport']
     """
-    values = (
-        ".".join(platform.python_version_tuple()[:2]),
-        torch.__version__.partition("+")[0],  # what follows says for which GPU it was built
-        _source_of_pippy(),
-    )
-    return dict(zip(_VERSIONS, values)) | {name: repr(value) for name, value in arguments.items()}
+    return {**versions(), **{name: repr(value) for name, value in arguments.items()}}
 
 
 def script_files() -> dict[str, str]:
@@ -45,18 +34,19 @@ def script_files() -> dict[str, str]:
     folder = f"{Path(script).resolve().parent}{os.sep}"
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
     mine = [Path(path) for path in loaded if path.startswith(folder) and "site-packages" not in path]
-    return {str(path.relative_to(folder)): text for path, text in _of_files([Path(script).resolve(), *mine]).items()}
+    found = digests_of_files([Path(script).resolve(), *mine])
+    return {str(path.relative_to(folder)): text for path, text in found.items()}
 
 
 def check_terms(board: RankBoard, found: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
     """Raise, on all ranks, if what one has found is not what rank 0 has. ``hosts`` are the names of their hosts."""
     wrong = [each for name in found[0] if (each := _difference(name, [its.get(name, "none") for its in found], hosts))]
-    versions = [name for name in _VERSIONS if any(its.get(name) != found[0][name] for its in found)]
+    differ_in = [name for name in versions() if any(its.get(name) != found[0][name] for its in found)]
     if wrong:
         raise ClusterError(
             "these ranks cannot work together:\n  "
             + "\n  ".join(wrong)
-            + ("\ninstall the same versions on each host" if versions else "\ngive cluster() the same on each host")
+            + ("\ninstall the same versions on each host" if differ_in else "\ngive cluster() the same on each host")
         )
     files = board.read("digest of files", range(len(found)))
     if differ := [rank for rank, its in enumerate(files) if its != files[0]]:
@@ -67,7 +57,7 @@ def write_files(board: RankBoard) -> None:
     """Write what `check_terms` compares of this rank's files: the others read it if it is not the same in all."""
     found = script_files()
     board.write(_FILES, found)
-    board.write("digest of files", _digest(found))
+    board.write("digest of files", digest_of(found))
 
 
 def _check_files(board: RankBoard, ranks: Sequence[int], hosts: Sequence[str]) -> None:
@@ -89,26 +79,3 @@ def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
         parts.append(f"{value} on {where} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})")
     return f"{name}: {'; '.join(parts)}"
-
-
-@cache
-def _source_of_pippy() -> str:
-    package = Path(pippy.__file__).parent
-    folders = package, package / "ir", package / "drivers"  # the last two may be links
-    return f"source {_digest(_of_files(path for folder in folders for path in folder.resolve().rglob('*.py')))}"
-
-
-def _of_files(paths: Iterable[Path]) -> dict[Path, str]:
-    """What tells the texts of files apart."""
-    found = {}
-    for path in paths:
-        try:
-            found[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        except OSError:  # it is gone, and so are its readers
-            continue
-    return found
-
-
-def _digest(texts: Mapping[Any, str]) -> str:
-    lines = sorted(f"{Path(name).name} {text}" for name, text in texts.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

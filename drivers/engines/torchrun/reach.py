@@ -1,23 +1,20 @@
 """Checks that hosts reach each other, before RPC connects: RPC would take long to fail, and would not say which host it was.
 
-The first rank of each host opens a port, and writes its address. It connects with the ports of the others, sends nothing, and
-writes which it could not reach. All ranks read that, and raise if a host cannot reach another, in one direction or both.
+The first rank of each host opens a door, and writes its invitation. It goes to the doors of the others, and writes which it
+could not reach. All ranks read that, and raise if a host cannot reach another, in one direction or both.
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.wire.messages.doors import connect_to, listen_at
+from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 
 WITHIN = 10.0  # seconds: TCP asks again after 1, 3 and 7
 _LINES = 8  # that a message has of them
-
-Place = tuple[str, int]
-
-SocketAddress = tuple[str, int]
 
 
 def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], address: str | None) -> None:
@@ -32,17 +29,18 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
     if board.rank in firsts:
         with ExitStack() as opened:
             own = f"{hosts[board.rank]} ({address})"
-            place, wrong = ("", 0), []
+            line, wrong, guests = "", [], [rank for rank in firsts if rank != board.rank]
             try:
                 if address is not None:
-                    place = opened.enter_context(listen_at(address, len(firsts))).getsockname()[:2]
+                    door = opened.enter_context(closing(Door(address, guests, _only_tried, board.timeout)))
+                    line = door.invitation.line()
             except OSError as error:
                 wrong.append(f"{own} cannot listen there: {error.strerror}")
-            board.write("door for hosts", place)
-            places = dict(zip(firsts, board.read("door for hosts", firsts)))
-            others = {rank: (to, port) for rank, (to, port) in places.items() if rank != board.rank and to}
-            for rank, why in out_of_reach(others, min(board.timeout, WITHIN)).items():
-                wrong.append(f"{own} gets no connection with {hosts[rank]} ({others[rank][0]}): {why}")
+            board.write("door for hosts", line)
+            found = zip(guests, board.read("door for hosts", guests))
+            others = {rank: Invitation.of_line(line) for rank, line in found if line}
+            for rank, why in out_of_reach(board.rank, others, min(board.timeout, WITHIN)).items():
+                wrong.append(f"{own} gets no connection with {hosts[rank]} ({others[rank].address}): {why}")
             board.write("out of reach", wrong)
             board.read("out of reach", firsts)  # until then the others may come
     if lines := [line for each in board.read("out of reach", firsts) for line in each]:
@@ -57,28 +55,28 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
         )
 
 
-def out_of_reach(places: Mapping[int, SocketAddress], seconds: float) -> dict[int, str]:
-    """Connect with all of these addresses at once, for a moment. Returns those that cannot be reached, with the reasons.
+def out_of_reach(guest: int, invitations: Mapping[int, Invitation], seconds: float) -> dict[int, str]:
+    """Go to all of these doors at once, for a moment. Returns those that cannot be reached, with the reasons.
 
-    >>> import socket
-    >>> door = socket.create_server(("127.0.0.1", 0))
-    >>> out_of_reach({3: door.getsockname()}, 5.0)
+    >>> door = Door("127.0.0.1", [1], _only_tried, 5.0)
+    >>> out_of_reach(1, {3: door.invitation}, 5.0)
     {}
-    >>> place = door.getsockname()
     >>> door.close()
-    >>> out_of_reach({3: place}, 5.0)
+    >>> out_of_reach(1, {3: door.invitation}, 5.0)
     {3: 'Connection refused'}
     """
 
-    def why_not(place: Place) -> str | None:
+    def why_not(invitation: Invitation) -> str | None:
         try:
-            connect_to(*place, seconds).close()
-        except TimeoutError:
-            return f"no answer within {seconds:g} s"
+            come_in(invitation, guest, seconds).close()
         except OSError as error:
-            return error.strerror
+            return error.strerror or str(error)
         return None
 
-    with ThreadPoolExecutor(max(1, len(places))) as threads:
-        found = dict(zip(places, threads.map(why_not, places.values())))
+    with ThreadPoolExecutor(max(1, len(invitations))) as threads:
+        found = dict(zip(invitations, threads.map(why_not, invitations.values())))
     return {rank: why for rank, why in found.items() if why is not None}
+
+
+def _only_tried(_: int, end: socket.socket) -> None:
+    end.close()

@@ -1,47 +1,51 @@
-"""Doors: how processes that do not know each other get a connection, of one host or of two. A door is open for a moment.
+"""Doors: the one way in which processes that do not know each other get a connection, of one host or of two.
 
-Of one host: a unix socket without a name, which this user's processes find among the open files of the process that opened it.
-Both ends ask the system whether the other belongs to this user.
+A door is open for a moment, for guests that have its invitation: where it is, and two words of 32 random bytes.
 
-Of two hosts: one worker opens a port for one other, and closes it behind it.
+    the guest   connects, and says the first word, its number, and which versions it runs
+    the host    says the second word, that number, and which versions it runs
+    the guest   says that it takes the connection
+    the host    takes it, too; behind the last guest it closes the door
 
-    worker 2   opens a port, and tells worker 1, by RPC, where it is and two secrets of 32 random bytes
-    worker 1   connects, and says the first secret
-    worker 2   says the second secret
-    worker 1   says that it takes the connection
-    worker 2   closes the port, and takes the connection, too
+So all doors refuse alike. Who does not know the first word is told nothing, and nothing that it says is read beyond 32 bytes.
+Who answers and does not know the second is another program. Processes with other versions do not work together. A guest that
+has given up leaves the host without a connection, too. What goes through a connection afterwards is not the door's matter.
 
-A guest may have given up meanwhile. Then the host has no connection, either, and each sends its values in another way.
+Of one host: a door is a unix socket without a name, which this user's processes find among the open files of the process that
+opened it. Both ends also ask the system whether the other belongs to this user. Of two hosts: it is a port of TCP.
 
-Whoever else connects does not know the first secret, is sent nothing, and nothing of what it sends is read beyond 32 bytes.
-Whoever else answers does not know the second. The secrets are never written into a store. They go through RPC, so these
-connections are worth as much trust as those of RPC, and no more.
+An invitation is as secret as what carries it: RPC, for connections that carry values; torchrun's store for the other doors,
+behind which nothing is taken from another host, or from another user.
 """
 
 import hmac
 import os
+import select
 import shutil
 import socket
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.base.versions import versions
+from pippy.drivers.wire.pollable_event import PollableEvent
 
-_SECRET = 32
-_TAKEN = b"+"
+THIS_HOST = ""  # the address of a door for processes of this host
+_WORD, _TEXT, _TAKEN = 32, 92, b"+"
+_GREETING = struct.Struct(f"<{_WORD}si{_TEXT}s")  # a word, the guest's number, versions
+_GREETS = 1.0  # seconds that a guest has for its greeting: nobody else comes in meanwhile
 _CREDENTIALS = struct.Struct("3i")
 
-Take = Callable[[socket.socket], None]
+Take = Callable[[int, socket.socket], object]
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where a door is, and what the two ends say there.
+    """Where a door is, and what the two ends say there. The port of a unix socket is 0.
 
     >>> Invitation("10.0.0.2", 40000, b"first", b"second")
     Invitation(address='10.0.0.2', port=40000)
@@ -52,155 +56,204 @@ class Invitation:
     first: bytes = field(repr=False)
     second: bytes = field(repr=False)
 
+    def line(self) -> str:
+        """The invitation as a line of text.
 
-def open_door(address: str, take: Take, within: float, silence: float) -> Invitation:
-    """Open a port at an address of this host, and hand the connection of the invited to ``take``, on another thread.
+        >>> Invitation("10.0.0.2", 40000, b"a", b"b").line()
+        '10.0.0.2 40000 61 62'
+        """
+        return f"{self.address} {self.port} {self.first.hex()} {self.second.hex()}"
 
-    The port is open until then, or for ``within`` seconds. A connection that is silent for ``silence`` seconds breaks.
+    @staticmethod
+    def of_line(line: str) -> "Invitation":
+        """The invitation that `line` has given."""
+        address, port, *words = line.rsplit(" ", 3)
+        return Invitation(address, int(port), *map(bytes.fromhex, words))
+
+
+class Door:
+    """A door at an address of this host, for these ``guests``: their numbers.
+
+    ``take`` is called with the number of each that comes and its connection, on another thread. The door is open until all have
+    come, or for ``within`` seconds, or until it is closed.
 
     >>> import queue
     >>> taken = queue.SimpleQueue()
-    >>> invitation = open_door("127.0.0.1", taken.put, 5.0, 5.0)
-    >>> guest = come_in(invitation, 5.0, 5.0)
-    >>> host = taken.get()
-    >>> host.sendall(b"hello"), guest.recv(5)
-    (None, b'hello')
-    >>> guest.close(), host.close()
+    >>> door = Door("127.0.0.1", [7], lambda guest, end: taken.put((guest, end)), 5.0)
+    >>> there = come_in(door.invitation, 7, 5.0)
+    >>> guest, here = taken.get()
+    >>> here.sendall(b"hello"), there.recv(5), guest
+    (None, b'hello', 7)
+    >>> here.close(), there.close()
     (None, None)
     """
-    door = listen_at(address, 1)
-    try:
-        invitation = Invitation(address, door.getsockname()[1], os.urandom(_SECRET), os.urandom(_SECRET))
-        waiting = _let_in, (door, invitation, take, time.monotonic() + within, silence)
-        threading.Thread(target=waiting[0], args=waiting[1], name="pippy door", daemon=True).start()
-    except BaseException:
-        door.close()
-        raise
-    return invitation
+
+    def __init__(self, address: str, guests: Collection[int], take: Take, within: float) -> None:
+        self._waiting, self._take, self._end_time = set(guests), take, time.monotonic() + within
+        with ExitStack() as opened:
+            if address == THIS_HOST:
+                self._socket, place = _listen_here(opened)
+            else:
+                self._socket = opened.enter_context(socket_for(address))
+                self._socket.bind((address, 0))
+                place = address, self._socket.getsockname()[1]
+            self._socket.listen(len(self._waiting))
+            self._socket.setblocking(False)
+            self._closing = PollableEvent()
+            opened.callback(self._closing.close)
+            self.invitation = Invitation(*place, os.urandom(_WORD), os.urandom(_WORD))
+            self._thread = threading.Thread(target=self._let_in, name="pippy door", daemon=True)
+            self._opened = opened.pop_all()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._opened.close()
+                raise
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closing.set()
+        self._thread.join()
+
+    def _let_in(self) -> None:
+        """Wait for the guests, and let nobody else in."""
+        with self._opened:
+            while self._waiting and (end := self._next()) is not None:
+                try:
+                    guest = self._welcome(end)
+                except OSError:
+                    end.close()
+                    continue
+                self._waiting.remove(guest)
+                if not self._waiting:
+                    self._opened.close()
+                self._take(guest, end)
+
+    def _next(self) -> socket.socket | None:
+        """The connection of who comes next; None if the door is to be closed."""
+        coming = select.poll()
+        for each in (self._socket, self._closing):
+            coming.register(each, select.POLLIN)
+        while (left := self._end_time - time.monotonic()) > 0:
+            ready = [fd for fd, _ in coming.poll(left * 1000)]
+            if self._closing.fileno() in ready:
+                return None
+            try:
+                return self._socket.accept()[0]
+            except (BlockingIOError, ConnectionError):  # who has come is gone again
+                continue
+            except OSError:  # no descriptor is free
+                return None
+        return None
+
+    def _welcome(self, end: socket.socket) -> int:
+        """The number of who has come. Raises OSError unless it is a guest."""
+        until = min(self._end_time, time.monotonic() + _GREETS)
+        _check_same_user(end)
+        _hear_word(end, self.invitation.first, until)
+        guest, theirs = _hear_rest(end, until)
+        if guest not in self._waiting:
+            raise ConnectionError("it was not invited")
+        end.sendall(_greeting(self.invitation.second, guest))
+        _check_versions(theirs)
+        if _read(end, len(_TAKEN), self._end_time + _GREETS) != _TAKEN:
+            raise ConnectionError("it does not take the connection")
+        end.settimeout(None)
+        return guest
 
 
-def come_in(invitation: Invitation, within: float, silence: float) -> socket.socket:
-    """Go to a door. Returns the connection. Raises OSError if that cannot be had in so many seconds."""
-    end = connect_to(invitation.address, invitation.port, within)
+def come_in(invitation: Invitation, guest: int, within: float) -> socket.socket:
+    """Go to a door, as this guest. Returns the connection. Raises OSError if that cannot be had in so many seconds."""
+    end, until = socket_for(invitation.address), time.monotonic() + within
     try:
-        _prepare(end, silence)
-        end.sendall(invitation.first)
-        if not hmac.compare_digest(_read(end, _SECRET, time.monotonic() + within), invitation.second):
-            raise ConnectionError("another program answers at the port that was opened for this connection")
+        end.settimeout(within)
+        place = invitation.address, invitation.port
+        end.connect(place[0] if end.family == socket.AF_UNIX else place)
+        _check_same_user(end)
+        end.sendall(_greeting(invitation.first, guest))
+        _hear_word(end, invitation.second, until)
+        _check_versions(_hear_rest(end, until)[1])
         end.sendall(_TAKEN)
+        end.settimeout(None)
         return end
-    except BaseException:
+    except BaseException as error:
         end.close()
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"no answer within {within:g} s") from error
         raise
 
 
 def socket_for(address: str) -> socket.socket:
-    """A socket of TCP that can have an address of this version.
+    """A socket that can connect with this address, or have it.
 
     >>> with socket_for("::1") as end:
     ...     end.family.name
     'AF_INET6'
     """
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    unix = address == THIS_HOST or address.startswith("/")
+    family = socket.AF_UNIX if unix else socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.socket(family, socket.SOCK_STREAM)
 
 
-def listen_at(address: str, guests: int) -> socket.socket:
-    """A port at an address of this host, which the system chooses, for so many guests at a time.
-
-    >>> with listen_at("127.0.0.1", 1) as door, connect_to(*door.getsockname(), 5.0) as end:
-    ...     end.getpeername() == door.getsockname()
-    True
-    """
-    door = socket_for(address)
-    try:
-        door.bind((address, 0))
-        door.listen(guests)
-    except BaseException:
-        door.close()
-        raise
-    return door
-
-
-def connect_to(address: str, port: int, within: float) -> socket.socket:
-    """Connect with a port. Raises OSError if that cannot be had in so many seconds."""
-    end = socket_for(address)
-    try:
-        end.settimeout(within)
-        end.connect((address, port))
-    except BaseException:
-        end.close()
-        raise
-    return end
-
-
-@contextmanager
-def listen_here(guests: int) -> Iterator[tuple[str, socket.socket]]:
-    """A socket that listens, and where processes of this user can connect to it: among the open files of this process.
+def _listen_here(opened: ExitStack) -> tuple[socket.socket, tuple[str, int]]:
+    """A unix socket, and where processes of this user can connect to it: among the open files of this process.
 
     A socket gets a name when it begins to listen, which is removed at once: whenever this process is killed, none is left.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, ExitStack() as opened:
-        directory = tempfile.mkdtemp(prefix="pippy-")
-        try:
-            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, folder)
-            name = f"/proc/self/fd/{folder}/door"  # the directory's own name may be longer than a unix socket's can
-            door.bind(name)
-            found = os.open(name, os.O_PATH | os.O_CLOEXEC)
-            opened.callback(os.close, found)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        door.listen(guests)
-        door.setblocking(False)
-        yield f"/proc/{os.getpid()}/fd/{found}", door
+    listening = opened.enter_context(socket_for(THIS_HOST))
+    directory = tempfile.mkdtemp(prefix="pippy-")
+    try:
+        folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, folder)
+        name = f"/proc/self/fd/{folder}/door"  # the directory's own name may be longer than a unix socket's can
+        listening.bind(name)
+        found = os.open(name, os.O_PATH | os.O_CLOEXEC)
+        opened.callback(os.close, found)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return listening, (f"/proc/{os.getpid()}/fd/{found}", 0)
 
 
-def check_same_user(end: socket.socket) -> None:
-    """Raise unless the other end is of a process of this user."""
+def _check_same_user(end: socket.socket) -> None:
+    """Raise if the other end of a unix socket is of a process of another user."""
+    if end.family != socket.AF_UNIX:
+        return
     _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
 
 
-def _let_in(door: socket.socket, invitation: Invitation, take: Take, end_time: float, silence: float) -> None:
-    """Wait for the invited, and let nobody else in."""
-    with door:
-        while (left := end_time - time.monotonic()) > 0:
-            door.settimeout(left)
-            try:
-                end, _ = door.accept()
-            except OSError:
-                return None
-            try:
-                _welcome(end, invitation, min(end_time, time.monotonic() + 1.0), silence)
-            except OSError:
-                end.close()
-            else:
-                door.close()
-                return take(end)
-    return None
+def _greeting(word: bytes, guest: int) -> bytes:
+    return _GREETING.pack(word, guest, _versions().encode())
 
 
-def _welcome(end: socket.socket, invitation: Invitation, end_time: float, silence: float) -> None:
-    if not hmac.compare_digest(_read(end, _SECRET, end_time), invitation.first):
-        raise ConnectionError("it was not invited")
-    _prepare(end, silence)
-    end.sendall(invitation.second)
-    _read(end, len(_TAKEN), time.monotonic() + silence)
+def _versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions().items())[:_TEXT]
 
 
-def _read(end: socket.socket, size: int, end_time: float) -> bytes:
+def _hear_word(end: socket.socket, word: bytes, until: float) -> None:
+    if not hmac.compare_digest(_read(end, _WORD, until), word):
+        raise ConnectionError("another program answers at the place that was opened for this connection")
+
+
+def _hear_rest(end: socket.socket, until: float) -> tuple[int, str]:
+    """The guest's number, and the versions of the other end."""
+    _, guest, theirs = _GREETING.unpack(bytes(_WORD) + _read(end, _GREETING.size - _WORD, until))
+    return guest, theirs.rstrip(b"\0").decode(errors="replace")
+
+
+def _check_versions(theirs: str) -> None:
+    if theirs != (own := _versions()):
+        raise ConnectionError(f"it runs {theirs}, and this process {own}; install the same versions on each host")
+
+
+def _read(end: socket.socket, size: int, until: float) -> bytes:
     """So many bytes. Raises OSError if they have not come in time."""
     data = b""
     while len(data) < size:
-        end.settimeout(max(0.001, end_time - time.monotonic()))
+        end.settimeout(max(0.001, until - time.monotonic()))
         more = end.recv(size - len(data))
         if not more:
-            raise ConnectionError("closed")
+            raise ConnectionError("it has closed the connection")
         data += more
     return data
-
-
-def _prepare(end: socket.socket, silence: float) -> None:
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    break_when_silent(end, silence / 3, silence)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -67,14 +66,14 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
     """While the door is open it has no name, so a first rank that is killed leaves none; afterwards nobody listens."""
     monkeypatch.setattr(doors.tempfile, "tempdir", str(tmp_path / ("long" * 40)))
     (tmp_path / ("long" * 40)).mkdir()
-    seen, inner = [], neighbours._let_in
+    seen, inner = [], doors.Door._let_in
 
-    def look(door, came):
-        name = door.getsockname()
+    def look(door):
+        name = door._socket.getsockname()
         seen.append([*(tmp_path / ("long" * 40)).iterdir(), name.startswith("/proc/self/fd/"), Path(name).exists()])
-        return inner(door, came)
+        return inner(door)
 
-    monkeypatch.setattr(neighbours, "_let_in", look)
+    monkeypatch.setattr(doors.Door, "_let_in", look)
     before = listening([os.getpid()])
     closed(meet(["a", "a"]))
     assert seen == [[True, False]] and listening([os.getpid()]) == before
@@ -82,42 +81,40 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "what, how, words",
+    "where, what, how, words",
     [
-        ("create_shared", OSError(38, "not here"), "OSError: .*not here"),
-        ("check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
-        ("two_pairs", OSError(24, "Too many open files"), "Too many open files"),
-        ("map_shared", OSError(12, "no memory"), "rank 0 could not let it in: .*no memory"),
+        (neighbours, "create_shared", OSError(38, "not here"), "OSError: .*not here"),
+        (doors, "_check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
+        (neighbours, "two_pairs", OSError(24, "Too many open files"), "Too many open files"),
+        (neighbours, "map_shared", OSError(12, "no memory"), "^rank 0 could not let it in: .*no memory"),
     ],
 )
-def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monkeypatch, what, how, words):
+def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monkeypatch, where, what, how, words):
     """One of three cannot: it is by the thread that it is told from the others."""
-    inner, calls = getattr(neighbours, what), threading.local()
-    greeted = neighbours._greeted
+    inner, calls = getattr(where, what), threading.local()
+    coming, take = neighbours._come_in, neighbours._take
     broken = []
 
     def fail(*arguments):
-        if getattr(calls, "rank", None) == 2 or (what == "map_shared" and getattr(calls, "greets", None) == 2):
+        if getattr(calls, "rank", None) == 2 or (what == "map_shared" and getattr(calls, "takes", None) == 2):
             broken.append(1)
             raise type(how)(*how.args)  # each with its own traceback, which holds what was open
         return inner(*arguments)
 
-    def hand_over(place, rank):
-        calls.rank = rank
+    def come_in(board, first):
+        calls.rank = board.rank
         try:
-            return handing(place, rank)
+            return coming(board, first)
         finally:
             calls.rank = None
 
-    def greet(end):
-        packet = end.recv(4, socket.MSG_PEEK)
-        calls.greets = int.from_bytes(packet, "little")
-        return greeted(end)
+    def takes(came, within, rank, end):
+        calls.takes = rank
+        return take(came, within, rank, end)
 
-    handing = neighbours._hand_over
-    monkeypatch.setattr(neighbours, "_hand_over", hand_over)
-    monkeypatch.setattr(neighbours, "_greeted", greet)
-    monkeypatch.setattr(neighbours, what, fail)
+    monkeypatch.setattr(neighbours, "_come_in", come_in)
+    monkeypatch.setattr(neighbours, "_take", takes)
+    monkeypatch.setattr(where, what, fail)
     files = len(os.listdir("/proc/self/fd"))
     met = closed(meet(["a"] * 3))
     assert broken

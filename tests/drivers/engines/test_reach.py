@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.engines.torchrun.reach import check_reach, out_of_reach
+from pippy.drivers.wire.messages.doors import Door, Invitation
 from tests.drivers.processes import within
 
 
@@ -41,8 +42,8 @@ def test_an_address_that_is_not_there_is_named_by_all():
 def test_one_host_that_the_others_do_not_reach(monkeypatch):
     """The port of the second is closed for them, and it reaches theirs: all ranks say so, and name it."""
 
-    def closed(places, seconds):
-        return {rank: "no answer" for rank, (address, _) in places.items() if address == "127.0.0.2"}
+    def closed(guest, invitations, seconds):
+        return {rank: "no answer" for rank, each in invitations.items() if each.address == "127.0.0.2"}
 
     monkeypatch.setattr("pippy.drivers.engines.torchrun.reach.out_of_reach", closed)
     for text in checked("abc", ["127.0.0.1", "127.0.0.2", "127.0.0.3"]):
@@ -55,9 +56,11 @@ def test_one_host_that_the_others_do_not_reach(monkeypatch):
 
 def test_a_port_that_nobody_answers_at_is_given_up_in_time():
     """A door whose queue is full drops what would open another connection, as a firewall does."""
-    with socket.socket() as door, socket.create_server(("127.0.0.1", 0)) as open_door:
-        door.bind(("127.0.0.1", 0))
-        door.listen(0)
-        with socket.create_connection(door.getsockname()), within(5):
-            failed = out_of_reach({1: door.getsockname(), 2: open_door.getsockname()}, 0.2)
+    open_door = Door("127.0.0.1", [0], lambda _, end: end.close(), 5.0)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        invitation = Invitation(*full.getsockname(), bytes(32), bytes(32))
+        with socket.create_connection(full.getsockname()), within(5):
+            failed = out_of_reach(0, {1: invitation, 2: open_door.invitation}, 0.2)
     assert failed == {1: "no answer within 0.2 s"}
