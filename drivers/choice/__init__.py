@@ -1,1 +1,1 @@
-"""What `schedule="auto"` runs within `memory=`: by counted bytes, and by costs that are guessed until they are measured."""
+"""`schedule="auto"`: the limits that are given, the steps that are measured, and the choice."""

@@ -1,13 +1,17 @@
 """The steps that `schedule="auto"` measures for one number of micro-batches."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pippy.drivers.base.errors import DriverError, StepError
-from pippy.drivers.plan.choice.choose import Choice
-from pippy.drivers.plan.choice.fitted import Fitted
+from pippy.drivers.choice.divided_call import CallShapes
+from pippy.drivers.choice.given_limits import GivenLimits
+from pippy.drivers.choice.measured_programs import MeasuredPrograms, programs_within
+from pippy.drivers.plan.choice.candidate import MicroBatch
+from pippy.drivers.plan.choice.choice import Choice
+from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.cost.costs import Costs
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.report.measured import measured_costs
@@ -25,7 +29,7 @@ class StepPurpose:
 
 UNMEASURED = StepPurpose("")  # a step of any other schedule
 MEASURED_STEPS = (
-    StepPurpose("first", weigh=True),
+    StepPurpose("whole", weigh=True),
     StepPurpose("whole", record=True),
     StepPurpose("whole", record=True),
     StepPurpose("halves"),
@@ -38,46 +42,56 @@ Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives 
 
 
 @dataclass
-class Measurements(ABC):
-    """The measurements so far, and the choice once they are complete."""
+class Measurements:
+    """The measurements so far, and the choice once they are complete.
 
-    programs: dict[str, Program]
+    If bytes are not counted for the ``problem``, the first step weighs what the stages keep.
+    """
+
+    problem: Problem
+    limits: GivenLimits
+    programs: MeasuredPrograms | None = None
+    costs: Costs | None = None  # as they were measured
+    choice: Choice | None = None
+    shapes: CallShapes = ()  # the largest for which bytes were counted
+    version: int = 0  # how often they had to be counted again for larger shapes
     done: int = 0
     step_under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
     recording: Recording = field(default_factory=Recording)
-    choice: Choice | Fitted | None = None
     error: DriverError | None = None
-    costs: Costs | None = None  # as they were measured
 
-    @property
-    def purpose(self) -> StepPurpose:
-        """The purpose of the next step that is measured."""
-        return MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
-
-    @abstractmethod
     def next_step(self) -> tuple[StepPurpose, Program]:
         """The purpose of the next step, and its program."""
+        if self.choice is not None:
+            purpose, program = CHOSEN, self.choice.program
+        else:
+            assert self.programs is not None
+            purpose = self._purpose
+            program = self.programs.halves if purpose.program == "halves" else self.programs.whole
+        name = f"{purpose.program} {self.version}" if self.version else purpose.program
+        return replace(purpose, program=name), program
 
-    @abstractmethod
-    def choose(self, costs: Costs) -> Choice | Fitted:
-        """The schedule that is the fastest by these costs."""
-
-    @abstractmethod
-    def weighed(self, kept: Mapping[int, tuple[int, int]]) -> None:
-        """Use the bytes that each stage keeps for its backward, and the part of them that are its inputs."""
+    @property
+    def _purpose(self) -> StepPurpose:
+        """The purpose of the next step that is measured."""
+        purpose = MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
+        if self.limits.memory is not None:
+            return replace(purpose, weigh=False)
+        by_weight = purpose.weigh and self.limits.activations.given is not None
+        return replace(purpose, program="first") if by_weight else purpose  # after it, another program may fit
 
     def begin(self, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
         """Begin to measure a step. Returns a function to call after sending, with what waits for the step."""
         if self.choice is not None:
             return lambda answers: None
-        purpose = MEASURED_STEPS[self.done]
+        purpose = self._purpose
         note = self.recording.begin(program, ranks, [str(rank) for rank in ranks])
 
         def use_answers(results: Mapping[int, StepResult]) -> None:
             if purpose.record:
                 note(results)
             if purpose.weigh:
-                self.weighed({stage: each for rank in ranks for stage, each in (results[rank].kept or {}).items()})
+                self._weighed({stage: each for rank in ranks for stage, each in (results[rank].kept or {}).items()})
 
         def sent(answers: Answers) -> None:
             self.step_under_way = answers, use_answers
@@ -100,8 +114,28 @@ class Measurements(ABC):
             use_answers(results)
             if self.done == len(MEASURED_STEPS):
                 self.costs = measured_costs(self.recording.steps)
-                self.choice = self.choose(self.costs)
+                problem = replace(self.problem, program=self.recording.steps[-1].program)  # which has the edges
+                self.choice = self.limits.best(with_measured_costs(problem, self.costs))
                 self.recording = Recording()
         except DriverError as error:
             self.error = error
             raise
+
+    def _weighed(self, kept: Mapping[int, tuple[int, int]]) -> None:
+        """Use the bytes that each stage keeps for its backward, and the part of them that are its inputs."""
+        program = self.problem.program
+        weights, inputs = zip(*(kept.get(stage, (0, 0)) for stage in range(program.stages)))
+        stages = [
+            StageBytes(kept=each, forward=each, deferred=each, repeating=own) for each, own in zip(weights, inputs)
+        ]
+        micro_batch = MicroBatch(sizes=PipeBytes(tuple(stages)))
+        self.problem = replace(self.problem, micro_batch=lambda _: micro_batch)
+        self.limits.check_weighed(weights, program.placement)
+        if self.limits.activations.given is not None:
+            self.programs = programs_within(self.problem)
+
+
+def with_measured_costs(problem: Problem, costs: Costs | Callable[[int], Costs]) -> Problem:
+    """The problem with measured costs in place of guessed ones: for all numbers of micro-batches, or for each."""
+    guessed, known = problem.micro_batch, costs if callable(costs) else lambda _: costs
+    return replace(problem, micro_batch=lambda chunks: replace(guessed(chunks), costs=known(chunks)))

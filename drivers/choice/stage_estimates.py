@@ -14,11 +14,11 @@ import torch
 
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
-from pippy.drivers.choice.memory_fit import DividedCall
+from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.flow import loss_stage
-from pippy.drivers.plan.choice.search import MicroBatch
+from pippy.drivers.plan.choice.candidate import MicroBatch
 from pippy.drivers.plan.cost.costs import Costs
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import map_tensors

@@ -87,7 +87,7 @@ class PipelineDriverBase(ModelOnWorkers):
     """
 
     schedule: str | Program
-    _auto: Auto[Any] | None = None  # chooses the schedule
+    _auto: Auto | None = None  # chooses the schedule
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class PipelineDriverBase(ModelOnWorkers):
                 f"and the Pipe has {num_stages}; give each of them a worker"
             )
         if self._auto is not None:
-            self._auto.check(self.placement)
+            self._auto.limits.check(self.placement)
 
     @in_turn
     def program(self, chunks: int) -> Program:

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.choice.auto import AutoWithinLimits
-from pippy.drivers.choice.auto_memory import AutoWithinMemory
+from pippy.drivers.choice.auto import Auto
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.plan import Program
-from pippy.drivers.plan.choice.choose import Choice
-from pippy.drivers.plan.choice.fitted import Fitted
+from pippy.drivers.plan.choice.choice import Choice
 from pippy.drivers.plan.passes.recompute import Checkpoint
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
@@ -63,20 +61,17 @@ class PipelineDriver(PipelineDriverBase):
         self.schedule = schedule
         if schedule == "auto":
             memory = rest.pop("memory", None)
-            if memory is None:
-                self._auto = AutoWithinLimits(memory_limit, max_live, checkpoint)
-            elif memory_limit is not None:
+            if memory is not None and memory_limit is not None:
                 raise DriverError(
                     f"memory={brief(memory)} and memory_limit={brief(memory_limit)} are both given, but memory= "
                     "already includes the activations that memory_limit= limits; leave memory_limit out"
                 )
-            elif rest.get("out_of_order"):
+            if memory is not None and rest.get("out_of_order"):
                 raise DriverError(
                     f"memory={brief(memory)} and out_of_order={brief(rest['out_of_order'])} cannot be combined: "
                     "memory= is counted for workers that run their instructions in order; leave one of them out"
                 )
-            else:
-                self._auto = AutoWithinMemory(memory, max_live, checkpoint)
+            self._auto = Auto(memory, memory_limit, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
             raise DriverError(
@@ -91,7 +86,7 @@ class PipelineDriver(PipelineDriverBase):
         super().__init__(pipe, cluster, checkpoint="never" if checkpoint is None else checkpoint, **rest)
 
     @property
-    def choice(self) -> Choice | Fitted | None:
+    def choice(self) -> Choice | None:
         """What ``schedule="auto"`` chose for the latest step's number of micro-batches, and why: print it.
 
         None while the first steps are still measured, and with any other schedule.

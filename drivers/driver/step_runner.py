@@ -13,8 +13,7 @@ from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
 from pippy.drivers.choice.auto import Auto
-from pippy.drivers.choice.auto_memory import AutoWithinMemory
-from pippy.drivers.choice.memory_fit import DividedCall
+from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.driver.check.check_step import StepAside
 from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
@@ -64,7 +63,7 @@ class StepRunner:
         ranks: Sequence[int],
         placement: Placement,
         programs: DriverPrograms,
-        auto: Auto[Any] | None,
+        auto: Auto | None,
         module_hooks: ModuleHooks,
         statistics: RunningStatistics | None,
     ) -> None:
@@ -217,11 +216,10 @@ class StepRunner:
 
     def trial_fits(self, rows: Division) -> bool:
         """Whether a trial with these rows stays within ``memory=``."""
-        return not isinstance(self._auto, AutoWithinMemory) or self.trial_bytes.fit(
-            rows,
-            self._auto.memory.limits(self.placement),
-            [each.counted() for each in self.model._optimizers],
-        )
+        if self._auto is None or not self._auto.counts_bytes:
+            return True
+        optimizers = [each.counted() for each in self.model._optimizers]
+        return self.trial_bytes.fit(rows, self._auto.limits.of_memory(self.placement), optimizers)
 
     def results(self, call: StepCall, output_spec: Any) -> Results:
         """What puts together the result of a call."""

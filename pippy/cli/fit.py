@@ -17,7 +17,7 @@ from pippy.ir.base.errors import PippyError
 if TYPE_CHECKING:
     import torch
 
-    from pippy.drivers.choice.memory_fit import DividedCall
+    from pippy.drivers.choice.divided_call import DividedCall
     from pippy.drivers.plan import Program
     from pippy.ir.pipe import Pipe
 
@@ -57,9 +57,11 @@ def fit(
     import torch
 
     from pippy.drivers.batch.divide_call import divide_call
-    from pippy.drivers.choice.memory_fit import MemoryFit, counts_of_chunks
+    from pippy.drivers.choice.divided_call import counts_of_chunks
+    from pippy.drivers.choice.given_limits import GivenLimits
     from pippy.drivers.choice.stage_estimates import call_to_fit
     from pippy.drivers.count.optimizer_bytes import counted_optimizer
+    from pippy.drivers.plan.choice.problem import Problem
     from pippy.ir.pipe import compiled_of
 
     args, kwargs = made_inputs([parsed(each) for each in inputs])
@@ -73,10 +75,12 @@ def fit(
             torch.device("cpu"),
             [counted_optimizer(_optimizer(optimizer))] if optimizer else [],
         )
-        fitting = MemoryFit(memory.split(",") if "," in memory else memory, checkpoint, "--memory ")
+        limits = GivenLimits(memory.split(",") if "," in memory else memory, option="--memory ")
         counts = [chunks] if chunks else _counts_that_run(call, counts_of_chunks(_rows(call)))
-        fitted = fitting.best(fitting.problem(_plain(pipe, workers), call, counts, None), call.rows, measured=False)
-    click.echo(str(fitted))
+        plain = _plain(pipe, workers)
+        problem = Problem(plain, call.estimate, tuple(counts), limits.on(plain.placement), checkpoint)
+        choice = limits.best(problem, call.counts_above(max(counts)), measured=False)
+    click.echo(str(choice))
 
 
 @contextmanager

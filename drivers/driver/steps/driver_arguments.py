@@ -110,7 +110,7 @@ def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool
         raise DriverError(f"{given} _debug_mask_minibatches=True cannot be combined; leave one of them out")
 
 
-def check_chunks(given: Any, auto: Auto[Any] | None) -> None:
+def check_chunks(given: Any, auto: Auto | None) -> None:
     """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
     if given is None and auto is not None and auto.counts_bytes:
         return

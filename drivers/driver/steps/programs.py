@@ -7,9 +7,8 @@ from typing import Any
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.whole_batch_gradients import check_changed_parameters, check_whole_batch_gradients
 from pippy.drivers.choice.auto import Auto, auto_placement
-from pippy.drivers.choice.auto_memory import AutoWithinMemory
+from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
-from pippy.drivers.choice.memory_fit import DividedCall
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import Program, add_recompute, make_schedule
@@ -36,7 +35,7 @@ class RequestedSchedule:
     schedule: str | Program
     options: Mapping[str, Any]
     stages: int
-    auto: Auto[Any] | None = None  # chooses the schedule
+    auto: Auto | None = None  # chooses the schedule
     checkpoint: Checkpoint = "never"
     replicas: int = 1
 
@@ -151,7 +150,7 @@ class DriverPrograms:
 
     def count_of_chunks(self, call: DividedCall, trains: bool) -> int:
         """The number of micro-batches for a call that gives none."""
-        assert isinstance(self.schedule.auto, AutoWithinMemory)
+        assert self.schedule.auto is not None
         return self.schedule.auto.count_of_chunks(self._made, call, trains)
 
     def _made(self, chunks: int) -> Program:

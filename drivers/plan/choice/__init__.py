@@ -1,1 +1,1 @@
-"""What fits: the schedule, the forwards that are computed again, and the micro-batches, for so many bytes on each worker."""
+"""One choice: of the schedule, the forwards that are computed again and the number of micro-batches, within limits."""

@@ -1,16 +1,16 @@
-"""Which stages compute forwards again so that a program fits: as few as possible, found for each worker alone.
+"""Which stages of an order compute forwards again so that it keeps limits: as few as possible, found for each worker alone.
 
 What a worker holds depends on its own order and on its own stages. So each worker tries the modes of its stages by itself, and
-one walk over the program counts one try of every worker. A mode that computes more again than another one that fits is left
-out: it takes at least as long.
+one candidate counts one try of every worker. A mode that computes more again than another one that fits is left out: it takes
+at least as long.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 
-from pippy.drivers.plan.cost.costs import Costs
-from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
+from pippy.drivers.plan.choice.candidate import Candidate, MicroBatch, Modes
+from pippy.drivers.plan.choice.limits import Limit
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.recompute import Checkpoint, add_recompute, modes_of
@@ -19,57 +19,111 @@ ORDER = ("never", "except_last", "always")  # what is computed again, from least
 FEW_STAGES = 3  # a worker with more stages than this tries no longer all modes of them
 FEW_PROGRAMS = 16  # up to so many programs are simulated; of more, the workers' cheapest modes are taken
 
-Modes = dict[int, str]  # by stage
-Tries = list[tuple[Modes, int]]  # the modes of one worker's stages that were tried, and what it holds with each
+Tries = list[tuple[Modes, tuple[int, ...]]]  # modes of one worker's stages, and what it holds with them for each limit
 
 
-def tried_modes(
-    program: Program, sizes: PipeBytes, checkpoint: Checkpoint | None, limits: Sequence[int] | None = None
-) -> list[Tries]:
-    """What each worker holds with the modes that ``checkpoint`` gives its stages, or without it, with each that may be chosen.
+class TriedModes:
+    """One order, and what each worker holds with the modes that ``checkpoint`` gives its stages; without it, with all to try.
 
-    A worker that keeps its limit when it computes nothing again, which is tried first, tries nothing else.
+    A worker that keeps its limits when it computes nothing again, which is tried first, tries nothing else.
 
     >>> from pippy.drivers.plan import make_schedule
-    >>> from pippy.drivers.plan.cost.held_bytes import StageBytes
-    >>> sizes = PipeBytes((StageBytes(kept=10), StageBytes(kept=9)))
-    >>> for modes, peak in tried_modes(make_schedule("1f1b", workers=2, chunks=4), sizes, None)[0]:
-    ...     print(modes, peak)
-    {0: 'never'} 20
-    {0: 'except_last'} 20
-    {0: 'always'} 10
+    >>> from pippy.drivers.plan.choice.limits import MemoryLimit
+    >>> from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
+    >>> micro_batch = MicroBatch(sizes=PipeBytes((StageBytes(kept=10), StageBytes(kept=9))))
+    >>> tried = TriedModes(make_schedule("1f1b", workers=2, chunks=4), micro_batch, [MemoryLimit((19, 19))])
+    >>> for modes, held in tried.tries[0]:
+    ...     print(modes, held)
+    {0: 'never'} (20,)
+    {0: 'except_last'} (20,)
+    {0: 'always'} (10,)
+    >>> [candidate.modes for candidate in tried.fitting()]
+    [{0: 'always', 1: 'never'}]
     """
-    stages_of = [program.placement.stages_of(worker) for worker in range(program.workers)]
-    if checkpoint is None:
-        options = [[dict(zip(stages, modes)) for modes in _options(len(stages))] for stages in stages_of]
-    else:
-        given = modes_of(checkpoint, program.stages)
-        options = [[{stage: given[stage] for stage in stages}] for stages in stages_of]
-    tried: list[Tries] = [[] for _ in options]
-    for number in range(max(map(len, options))):
-        chosen = [each[min(number, len(each) - 1)] for each in options]
-        held = peak_bytes(add_recompute(program, _together(chosen)), sizes)
-        for worker, (modes, peak) in enumerate(zip(chosen, held)):
-            if number < len(options[worker]):
-                tried[worker].append((modes, peak))
-        if number == 0 and limits is not None:
-            options = [each[:1] if peak <= limit else each for each, peak, limit in zip(options, held, limits)]
-        if number + 1 >= max(map(len, options)):
-            break
-    return tried
 
+    def __init__(
+        self,
+        program: Program,
+        micro_batch: MicroBatch,
+        limits: Sequence[Limit],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.program, self.micro_batch, self.limits = program, micro_batch, limits
+        self._candidates: dict[tuple[str, ...], Candidate] = {}
+        self.tries = self._tries(self._options(checkpoint))
 
-def fitting_modes(program: Program, tried: Sequence[Tries], limits: Sequence[int], costs: Costs) -> Iterator[Modes]:
-    """The modes of all stages with which each worker keeps its limit, and computes no more again than it must."""
-    needed = [least_modes([modes for modes, peak in tries if peak <= limit]) for tries, limit in zip(tried, limits)]
-    if prod(map(len, needed)) > FEW_PROGRAMS:
-        again = costs.resolve(program).stages[Op.RECOMPUTE]
+    @property
+    def first(self) -> Candidate:
+        """The candidate that computes least again, whatever the limits."""
+        return self._candidate([tries[0][0] for tries in self.tries])
 
-        def added(modes: Modes) -> float:
-            return sum(float(again[stage]) * ORDER.index(mode) for stage, mode in modes.items())
+    @property
+    def fits(self) -> bool:
+        """Whether each worker can keep its limits."""
+        return all(self._fitting_modes())
 
-        needed = [[min(modes, key=added)] if modes else [] for modes in needed]
-    yield from map(_together, product(*needed))
+    def fitting(self) -> Iterator[Candidate]:
+        """The candidates with which each worker keeps its limits, and computes no more again than it must."""
+        needed = [least_modes(modes) for modes in self._fitting_modes()]
+        if prod(map(len, needed)) > FEW_PROGRAMS:
+            again = self.micro_batch.costs.resolve(self.program).stages[Op.RECOMPUTE]
+
+            def added(modes: Modes) -> float:
+                return sum(float(again[stage]) * ORDER.index(mode) for stage, mode in modes.items())
+
+            needed = [[min(modes, key=added)] for modes in needed]
+        yield from map(self._candidate, product(*needed))
+
+    def nearest(self) -> Candidate:
+        """The candidate in which each worker lacks least, the first limits first; and of those, computes least again."""
+
+        def lack(worker: int, modes: Modes, held: Sequence[int]) -> tuple[int, ...]:
+            over = [max(each, limit.most[worker]) for each, limit in zip(held, self.limits)]
+            return *over, sum(map(ORDER.index, modes.values()))
+
+        return self._candidate([
+            min(tries, key=lambda each: lack(worker, *each))[0] for worker, tries in enumerate(self.tries)
+        ])  # fmt: skip
+
+    def _options(self, checkpoint: Checkpoint | None) -> list[list[Modes]]:
+        """For each worker the modes that its stages may have."""
+        stages_of = [self.program.placement.stages_of(worker) for worker in range(self.program.workers)]
+        if checkpoint is None:
+            return [[dict(zip(stages, modes)) for modes in _options(len(stages))] for stages in stages_of]
+        given = modes_of(checkpoint, self.program.stages)
+        return [[{stage: given[stage] for stage in stages}] for stages in stages_of]
+
+    def _tries(self, options: list[list[Modes]]) -> list[Tries]:
+        tries: list[Tries] = [[] for _ in options]
+        number = 0
+        while number < max(map(len, options)):
+            modes_of_all = [each[min(number, len(each) - 1)] for each in options]
+            candidate = self._candidate(modes_of_all)
+            held = list(zip(*(limit.held(candidate) for limit in self.limits))) or [()] * len(options)
+            for worker, modes in enumerate(modes_of_all):
+                if number < len(options[worker]):
+                    tries[worker].append((modes, held[worker]))
+            if number == 0:
+                options = [
+                    each[:1] if self._keeps(worker, held[worker]) else each for worker, each in enumerate(options)
+                ]
+            number += 1
+        return tries
+
+    def _keeps(self, worker: int, held: Sequence[int]) -> bool:
+        return all(each <= limit.most[worker] for each, limit in zip(held, self.limits))
+
+    def _fitting_modes(self) -> list[list[Modes]]:
+        return [
+            [modes for modes, held in tries if self._keeps(worker, held)] for worker, tries in enumerate(self.tries)
+        ]
+
+    def _candidate(self, modes_of_all: Sequence[Mapping[int, str]]) -> Candidate:
+        modes = {stage: mode for each in modes_of_all for stage, mode in sorted(each.items())}
+        key = tuple(modes.values())
+        if key not in self._candidates:
+            self._candidates[key] = Candidate(add_recompute(self.program, modes), self.micro_batch, modes)
+        return self._candidates[key]
 
 
 def least_modes(fitting: Sequence[Modes]) -> list[Modes]:
@@ -92,7 +146,3 @@ def _options(stages: int) -> Iterator[tuple[str, ...]]:
     for less, more in pairwise(ORDER):
         yield from ((more,) * count + (less,) * (stages - count) for count in range(stages))
     yield (ORDER[-1],) * stages
-
-
-def _together(chosen: Sequence[Mapping[int, str]]) -> Modes:
-    return {stage: mode for modes in chosen for stage, mode in sorted(modes.items())}

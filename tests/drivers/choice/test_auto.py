@@ -120,7 +120,7 @@ def test_no_step_holds_more_bytes_than_memory_limit(threads, in_float64):
     for _ in range(MEASURED + 1):
         driver.run(8, x, x)
         found.append(driver.program(8))
-    sizes = weights.limits.sizes
+    sizes = weights.problem.micro_batch(8).sizes
     weights = [each.kept for each in sizes.stages]
     assert weights[:3] == [256, 256, 256] and 256 < weights[3] < 800
     for program in found:
@@ -135,7 +135,7 @@ def test_a_limit_that_zb_v_breaks_leaves_v_half_and_v_min(threads, in_float64):
     driver = PipelineDriver(pipe, threads, schedule="auto", world_size=4)
     driver.run(8, x, x)
     driver.run(8, x, x)
-    plain, sizes = driver.program(8), driver._auto._latest.limits.sizes
+    plain, sizes = driver.program(8), driver._auto._latest.problem.micro_batch(8).sizes
     driver.close()
     limit = max(peak_bytes(make_schedule("v_half", workers=4, chunks=8).for_graph(plain.edges), sizes))
     driver = PipelineDriver(pipe, threads, schedule="auto", world_size=4, memory_limit=limit)
@@ -253,6 +253,7 @@ def test_forwards_are_computed_again_in_the_measured_steps_and_in_what_is_chosen
     choice = driver.choice
     assert all(each.program.checkpointed for each in choice.candidates if each.name == "fill_drain")
     (steps,) = driver._auto._measured.values()
-    assert [(each.repeating, each.kept) for each in steps.limits.sizes.stages[:2]] == [(128, 256)] * 2
-    assert choice.chosen.peak_bytes == peak_bytes(choice.program, steps.limits.sizes)
+    sizes = steps.problem.micro_batch(4).sizes
+    assert [(each.repeating, each.kept) for each in sizes.stages[:2]] == [(128, 256)] * 2
+    assert choice.chosen.peak_bytes == peak_bytes(choice.program, sizes)
     driver.close()

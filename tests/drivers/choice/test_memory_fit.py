@@ -12,6 +12,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.plan import Costs
 from pippy.drivers.plan.choice import search
 from pippy.drivers.plan.choice.byte_sizes import byte_count, limits_of
+from pippy.drivers.plan.choice.limits import MemoryLimit
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ArgumentError
 from tests.drivers.models import Chain
@@ -79,7 +80,7 @@ def test_all_steps_fit_and_give_the_numbers_of_the_plain_model(threads, pipe, x)
         again += bool(program.checkpointed)
     assert again
     choice = driver.choice
-    assert choice.measured and choice.limits == limits
+    assert choice.measured and choice.problem.limits == (MemoryLimit(limits),)
     assert driver.program(8).computations == choice.program.computations
     assert "<- chosen" in str(choice) and "of " in str(choice)
     driver.close()

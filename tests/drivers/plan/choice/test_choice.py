@@ -7,8 +7,10 @@ import pytest
 
 from pippy.drivers.plan import Costs, make_schedule
 from pippy.drivers.plan.choice.byte_sizes import byte_count, byte_text, limits_of
-from pippy.drivers.plan.choice.fitted import Fitted
-from pippy.drivers.plan.choice.search import MicroBatch, Problem, fits, search
+from pippy.drivers.plan.choice.candidate import MicroBatch
+from pippy.drivers.plan.choice.limits import MemoryLimit
+from pippy.drivers.plan.choice.problem import Problem
+from pippy.drivers.plan.choice.search import fits, search
 from pippy.drivers.plan.choice.unfit import unfit
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
 from pippy.drivers.plan.language.errors import ArgumentError
@@ -25,26 +27,25 @@ def micro_batch(chunks):
 
 def problem(limit, chunks=(4,), workers=2):
     program = make_schedule("1f1b", workers=workers, chunks=1, stages_per_worker=4 // workers)
-    return Problem(program, (limit,) * workers, micro_batch, chunks)
+    return Problem(program, micro_batch, chunks, (MemoryLimit((limit,) * workers),))
 
 
 def test_the_text_says_what_was_chosen_what_it_holds_and_what_it_costs():
-    fitted = Fitted.of(search(problem(330), thorough=False), (330, 330))
-    text = str(fitted)
-    assert f"{fitted.schedule} with {fitted.chunks} micro-batches: its step is predicted" in text
+    choice = search(problem(330), thorough=False)
+    text = str(choice)
+    assert f"{choice.schedule} with {choice.chunks} micro-batches: its step is predicted" in text
     assert re.search(r"worker 1, stages 2 3: \d+ B of 330 B", text) and text.count("<- chosen") == 1
-    assert fitted.checkpoint and f"{next(iter(fitted.checkpoint))} {next(iter(fitted.checkpoint.values()))}" in text
+    assert choice.checkpoint and f"{next(iter(choice.checkpoint))} {next(iter(choice.checkpoint.values()))}" in text
     assert re.search(r"the limit costs \d+%", text) and "left out: zb_v: " in text
-    assert "guessed to take" in str(replace(fitted, measured=False))
-    free = Fitted.of(search(problem(10**6), thorough=False), (10**6,) * 2)
+    assert "guessed to take" in str(replace(choice, measured=False))
+    free = search(problem(10**6), thorough=False)
     assert "none would take less" in free.why and free.checkpoint == {}
 
 
 @pytest.mark.parametrize(("limit", "chunks"), [(215, 16), (230, 6)])
 def test_what_is_advised_fits(limit, chunks):
     tight = problem(limit)
-    found = search(tight, thorough=False)
-    said = unfit(tight, found, repr(limit), more_chunks=(5, chunks))
+    said = unfit(search(tight, thorough=False), repr(limit), more_chunks=(5, chunks))
     start = (
         rf"memory={limit} is too little: the nearest, \w+ with 4 micro-batches, with forwards of stages 0 1 2 computed "
     )
@@ -53,16 +54,16 @@ def test_what_is_advised_fits(limit, chunks):
     )
     assert said.message.endswith(f"would fit: memory='240B', or {chunks} micro-batches, or 4 workers for these stages")
     assert (said.limits, said.chunks, said.workers) == ((240, 240), chunks, 4)
-    assert fits(replace(tight, limits=said.limits))
+    assert fits(replace(tight, limits=(MemoryLimit(said.limits),)))
     assert fits(problem(limit, (chunks,))) and fits(problem(limit, workers=4))
     assert not fits(tight) and not fits(problem(limit, (5,)))
 
 
 def test_where_parameters_alone_are_too_much_only_a_limit_or_another_cut_helps():
     tight = problem(90, workers=4)
-    said = unfit(tight, search(tight, thorough=False), "90", more_chunks=(8, 16))
+    said = unfit(search(tight, thorough=False), "90", more_chunks=(8, 16))
     assert said.chunks is said.workers is None and said.message.endswith("or a cut into more stages on more workers")
-    assert search(replace(tight, limits=said.limits), thorough=False).ways
+    assert search(replace(tight, limits=(MemoryLimit(said.limits),)), thorough=False).candidates
 
 
 def test_sizes_are_read_and_shown():

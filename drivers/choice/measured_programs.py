@@ -1,0 +1,55 @@
+"""The programs of the steps that `schedule="auto"` measures: both keep the limits, as far as it is known what a stage holds."""
+
+from dataclasses import dataclass
+
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.choice.candidate import Candidate
+from pippy.drivers.plan.choice.choice import Choice
+from pippy.drivers.plan.choice.limits import live_counts
+from pippy.drivers.plan.choice.problem import Problem
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.passes.halves import has_halves, in_halves
+
+
+@dataclass(frozen=True)
+class MeasuredPrograms:
+    """A program with whole backwards, and one with halves."""
+
+    whole: Program
+    halves: Program
+
+
+def programs_that_fit(choice: Choice) -> MeasuredPrograms:
+    """The fastest of the candidates with whole backwards whose order with halves keeps the limits, too."""
+    whole = [each for each in choice.candidates if not has_halves(each.program)]
+    for each in whole:
+        halves = in_halves(each.program)
+        if not choice.problem.refusal(Candidate(halves, each.micro_batch)):
+            return MeasuredPrograms(each.program, halves)
+    program = (whole or choice.candidates)[0].program
+    return MeasuredPrograms(program, program)
+
+
+def programs_within(problem: Problem) -> MeasuredPrograms:
+    """The program of the problem, or if that breaks a limit, an order of as many micro-batches as there is room for."""
+    program, placement = problem.program, problem.program.placement
+    micro_batch = problem.micro_batch(program.chunks)
+    counts = live_counts(problem.limits, placement, program.chunks, micro_batch.sizes)
+    whole = program
+    if counts is not None and not _fits(problem, Candidate(program, micro_batch), counts):
+        whole = make_schedule(
+            "list",
+            workers=program.workers,
+            chunks=program.chunks,
+            placement=placement,
+            checkpoint="never" if problem.checkpoint is None else problem.checkpoint,
+            memory=counts,
+            halves=False,
+        )
+    return MeasuredPrograms(whole, in_halves(whole))
+
+
+def _fits(problem: Problem, candidate: Candidate, counts: list[int]) -> bool:
+    if candidate.peak_bytes is None:
+        return all(peak <= count for peak, count in zip(candidate.peak_live, counts))
+    return not problem.refusal(candidate)
