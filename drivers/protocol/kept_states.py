@@ -2,37 +2,33 @@
 
 from dataclasses import dataclass
 
-from pippy.drivers.protocol.peers import NeedsPeers
+from pippy.drivers.plan.language.instructions import Instruction
+from pippy.drivers.protocol.peers import NeedsPeers, others_in
 
 
 @dataclass(frozen=True)
 class KeepState(NeedsPeers):
-    """Copy what the worker holds, send the copy to worker ``to``, and keep that of worker ``of`` beside it.
+    """Copy what the worker holds, and exchange copies with neighbours, as ``order`` says.
 
     Copies of other points than ``before`` are dropped.
     """
 
     point: int
     before: int | None
-    to: int
-    of: int
+    order: tuple[Instruction, ...]
 
     def peers(self, worker: int) -> set[int]:
         """The neighbours."""
-        return {self.to, self.of} - {worker}
+        return others_in(self.order)
 
 
 @dataclass(frozen=True)
 class TakeKept(NeedsPeers):
-    """Go back to a point: send the copies that other workers lack, and take those that this worker lacks.
-
-    For each copy, ``sends`` has the worker that it is of, and the one that it goes to; ``receives`` the one that it comes from.
-    """
+    """Go back to a point. By ``order``, send the copies that other workers lack, and take those that this worker lacks."""
 
     point: int
-    sends: tuple[tuple[int, int], ...]
-    receives: tuple[tuple[int, int], ...]
+    order: tuple[Instruction, ...]
 
     def peers(self, worker: int) -> set[int]:
         """The workers that copies go to, or come from."""
-        return {other for _, other in (*self.sends, *self.receives)} - {worker}
+        return others_in(self.order)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.wire.pickling import Pickled
 
@@ -15,8 +16,8 @@ class MakeOptimizer:
     """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
 
     With ``master_dtype`` the optimizer updates copies, of this dtype, of the parameters that have another dtype. If there are
-    replicas of the pipeline, ``names`` are those of all its parameters. With ``divided``, a worker has only the state of the
-    parameters whose gradients it adds up, and sends these parameters to the other workers.
+    replicas of the pipeline, ``names`` are those of all its parameters. If its state is divided, a worker has only that of the
+    parameters whose gradients it adds up, and ``passes_on`` says how it sends these to other workers, and takes theirs.
     """
 
     optimizer: int
@@ -24,7 +25,7 @@ class MakeOptimizer:
     groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
     master_dtype: torch.dtype | None = None
     names: tuple[str, ...] = ()
-    divided: bool = False
+    passes_on: tuple[Instruction, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Instruction
-from pippy.drivers.protocol.peers import NeedsPeers
+from pippy.drivers.protocol.peers import NeedsPeers, others_in
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,4 @@ class AddProgram(NeedsPeers):
 
     def peers(self, worker: int) -> set[int]:
         """The workers that it sends to, or receives from."""
-        others = {other(each) for each in self.order if (other := each.kind.sends_to or each.kind.receives_from)}
-        return {self.ranks[other] for other in others}
+        return {self.ranks[other] for other in others_in(self.order)}

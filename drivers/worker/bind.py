@@ -42,8 +42,8 @@ from pippy.ir.run.stage_draws import stage_draws
 class BoundProgram:
     """A program on one worker: ``code`` has the handler of each of its instructions, and what that takes after the step.
 
-    ``sums`` are those that add up gradients. ``gathers`` says whether the loss is computed once over the whole mini-batch, on
-    this worker. ``draws`` is what the stages draw from.
+    ``sums`` are the numbers of those that add up gradients. ``gathers`` says whether the loss is computed once over the whole
+    mini-batch, on this worker. ``draws`` is what the stages draw from.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BoundProgram:
         self.code: list[Bound] = []
         for self.at, instruction in enumerate(program.order):
             self.code.append(BINDERS[instruction.key](self, instruction))
-        self.sums = [bound for bound, each in zip(self.code, program.order) if each.kind.adds_up]
+        self.sums = [at for at, each in enumerate(program.order) if each.kind.adds_up]
 
     def _outside(self, stage: int, call: str) -> list[bool]:
         work = self.program.work[Pass("F", stage)]

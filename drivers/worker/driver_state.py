@@ -10,6 +10,7 @@ from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
+from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState
 from pippy.drivers.protocol.commands import Command
 from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
@@ -37,6 +38,7 @@ from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.compiling import compile_modules
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
+from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.generating import Generation
 from pippy.drivers.worker.gradients.gradient_sums import GradientSums
@@ -93,14 +95,14 @@ class DriverState:
         self.sums: Executor | None = None  # a program that adds up gradients
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.buckets = load.buckets
-        self.shares: dict[int, ParameterShares] = {}  # of the optimizers that are divided among replicas
-        self.running: Executor | None = None
+        self.shares: dict[int, tuple[Sequence[Instruction], ParameterShares]] = {}  # of divided optimizers
+        self.running: Executor | ExchangeRun | None = None
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
         self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
         self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
-        self.kept = KeptStates(index, self.snapshots, transport)
+        self.kept = KeptStates(index, self.snapshots, self._exchange)
         self.step_buffers = StepBuffers(self.modules)
         self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
@@ -126,7 +128,7 @@ class DriverState:
             ReadState: lambda body, number: self.reader.read(body),
             TakeState: lambda body, number: self.reader.take(body),
             KeepState: self.kept.keep,
-            TakeKept: self.kept.take,
+            TakeKept: self.kept.restore,
             HoldState: self._hold_state,
             PutBackState: self._put_back_state,
             AddGeneration: self._add_generation,
@@ -153,7 +155,7 @@ class DriverState:
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
-        shares = [self.shares[number] for number in optimizers if number in self.shares]
+        shares = [self.shares[number][1] for number in optimizers if number in self.shares]
         return {key for each in own for key in each.parameters} | {key for each in shares for key in each.copies}
 
     @property
@@ -323,9 +325,16 @@ class DriverState:
         """Add up the gradients of copies, by the instructions of a program that do so."""
         adding = self.gradients.begin_reduction()
         if self.sums is not None:
-            given = (self.transport, self.place)
+            given, self.running = (self.transport, self.place), self.sums
             self.sums.add_up(StepContext(number, {}, (), True, *given, given_up=self.given_up, adding=adding))
+            self.running = None
         self.gradients.end_reduction(number, adding)
+
+    def _exchange(self, order: Sequence[Instruction], number: int, passed: Passed) -> None:
+        """Do what instructions outside of a step say."""
+        self.running = ExchangeRun(order, self.transport)
+        self.running.run(number, passed)
+        self.running = None
 
     def _norms(self, norms: GradientNorms, number: int) -> list[torch.Tensor | None]:
         if norms.reduce:
@@ -347,10 +356,11 @@ class DriverState:
             made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
             self.optimizers[make.optimizer] = made
             self.gradients.wider.update({key: master.dtype for key, master in made.masters.items()})
-        if make.divided:
-            self.shares[make.optimizer] = ParameterShares(self.buckets, set(make.names), self.index, self.tensor)
-        sums = self.gradients.sums
-        (sums.divided if make.divided else sums.undivided).update(make.names)
+        divided, sums = make.passes_on is not None, self.gradients.sums
+        if make.passes_on is not None:
+            shares = ParameterShares(self.buckets, set(make.names), self.index, self.tensor)
+            self.shares[make.optimizer] = make.passes_on, shares
+        (sums.divided if divided else sums.undivided).update(make.names)
 
     def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
         if step.reduce:
@@ -358,7 +368,8 @@ class DriverState:
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
-            self.shares[step.optimizer].exchange(number, self.transport, len(self.buckets))
+            order, shares = self.shares[step.optimizer]
+            self._exchange(order, number, shares)
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 

@@ -37,6 +37,7 @@ class Executor:
         self, bound: BoundProgram, transport: Transport, device: torch.device, copies: DeviceCopies | None = None
     ) -> None:
         self.bound, self.program, self.code, self.draws = bound, bound.program, bound.code, bound.draws
+        self.order = bound.program.order
         self.transport, self.device, self.copies = transport, device, copies
         self.at = 0
 
@@ -68,7 +69,9 @@ class Executor:
 
     def add_up(self, step: StepContext) -> None:
         """Run the instructions that add up gradients, and no others."""
-        for handle, operands in self.bound.sums:
+        sums = self.bound.sums
+        for self.at in sums:
+            handle, operands = self.code[self.at]
             handle(step, *operands)
 
     def _draw_keys(self, random: RandomStep | None, chunks: int) -> Mapping[int | None, DrawKey]:
@@ -93,7 +96,12 @@ class Executor:
 
     def current(self) -> Instruction:
         """The instruction that runs now."""
-        return self.program.order[self.at]
+        return self.order[self.at]
+
+    def source(self) -> int | None:
+        """The worker of the cluster that the instruction takes a value from."""
+        source = self.current().kind.receives_from
+        return None if source is None else self.program.ranks[source(self.current())]
 
 
 def _packed(values: list[Any]) -> Any:

@@ -14,11 +14,13 @@ from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
 from pippy.drivers.protocol.commands import Answer, Command, Failure
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
+from pippy.drivers.protocol.steps import Step
+from pippy.drivers.protocol.trials import RunTrial
 from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp
-from pippy.drivers.wire.received_values import Interrupted
+from pippy.drivers.wire.received_values import Interrupted, ValueKey
 from pippy.drivers.worker.driver_state import DriverState
+from pippy.drivers.worker.exchange_run import ExchangeRun
 from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.state.kept_states import KEPT_NUMBER
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
 
@@ -100,31 +102,16 @@ class Worker:
             return "no command"
         doing = f"command {command.number}, {type(command.body).__name__}"
         state = self.drivers.get(command.driver)
-        executor = state.running if state else None
-        if executor is not None:
-            doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
+        running = state.running if state else None
+        if running is not None:
+            doing += f", instruction {running.at + 1} of {len(running.order)}: {running.current()}"
         elif state is not None and state.generating is not None:
             doing += f", {state.generating}"
         elif state is not None and state.datasets.loading:
             doing += ", loading its inputs"
         waiting = self.context.transport.waiting_for()
-        waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
+        waits = f"; waits for {_awaited(state, running, waiting)}" if state and waiting else ""
         return f"{doing}{waits}"
-
-    def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
-        step, number, microbatch = key
-        if state.generation is not None and state.generating is not None:
-            return state.generation.named(number, microbatch)
-        if number == KEPT_NUMBER:
-            return f"the copy of the state of worker {microbatch}"
-        if executor is None:
-            return state.gradients.sums.named(number, microbatch)
-        instruction = executor.current()
-        kind = instruction.kind
-        if kind.gives is None or kind.receives_from is None:  # it has come meanwhile
-            return "nothing"
-        what = kind.gives(instruction)[0] + f" of micro-batch {microbatch}" * isinstance(instruction, Receive)
-        return f"{what} of step {step}, from worker {executor.program.ranks[kind.receives_from(instruction)]}"
 
     def _obey(self, command: Command) -> Any:
         self._drop(command.dropped)
@@ -187,21 +174,35 @@ class Worker:
 
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
         state = self.drivers.get(command.driver)
-        executor = state.running if state else None
+        running = state.running if state else None
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {_said(error)}"
-        if executor is None:
+        if running is None or not isinstance(command.body, Step | RunTrial):
             what = type(command.body).__name__
-            if state and state.gradients.adding_up:
-                what += ", adding up the gradients of replicated parameters"
+            if running is not None:
+                adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
+                what += f", {adding}{running.current()}"
             if state and state.generating is not None:
                 what += f", {state.generating}"
             return Failure(message, text, where=what, peer=peer)
-        instruction = executor.current()
+        instruction = running.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)
-        where = f"instruction {executor.at + 1} of {len(executor.code)}"
+        where = f"instruction {running.at + 1} of {len(running.order)}"
         return Failure(message, text, where, str(instruction), stage, microbatch, peer)
+
+
+def _awaited(state: DriverState, running: Executor | ExchangeRun | None, key: ValueKey) -> str:
+    """What the worker waits for: of the instruction that runs, if any does."""
+    step, number, turn = key
+    if running is None:
+        return "nothing" if state.generation is None else state.generation.named(number, turn)
+    instruction = running.current()
+    if instruction.kind.gives is None:
+        return "nothing"
+    value, microbatch = instruction.kind.gives(instruction)
+    of = f" of micro-batch {microbatch}" * isinstance(instruction, Receive)
+    return f"{value}{of} of step {step}, from worker {running.source()}"
 
 
 def _said(error: BaseException) -> str:

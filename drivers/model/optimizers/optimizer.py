@@ -19,6 +19,7 @@ from pippy.drivers.model.optimizers.gradient_layouts import check_gradient_layou
 from pippy.drivers.model.optimizers.optimizer_check import check_separable
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.placement.updated_parameters import passing_on
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
@@ -37,7 +38,8 @@ class PipelineOptimizer(Optimizer):
     """What `driver.instantiate_optimizer` gives.
 
     ``param_groups`` hold the model's parameters in this process. They only stand for those on the workers, which the
-    optimizer updates. ``number`` is what the workers know it by.
+    optimizer updates. ``number`` is what the workers know it by. If its state is divided, ``passes_on`` says who sends which
+    parameters to whom when they are updated.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PipelineOptimizer(Optimizer):
         self.stepped = False
         self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
+        self.passes_on = passing_on(placed.buckets, self._copied()) if self.divided else None
         self.make_again(placed.workers)
 
     def __repr__(self) -> str:
@@ -148,7 +151,12 @@ class PipelineOptimizer(Optimizer):
                 groups[worker].append((tuple(locations), options))
         bodies = {
             worker: MakeOptimizer(
-                self.number, factory, tuple(groups[worker]), self.master_dtype, self._copied(), self.divided
+                self.number,
+                factory,
+                tuple(groups[worker]),
+                self.master_dtype,
+                self._copied(),
+                None if self.passes_on is None else self.passes_on.order_of(worker),
             )
             for worker in workers
         }

@@ -6,6 +6,9 @@ from typing import Any
 
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.plan.language.exchange_program import ExchangeProgram
+from pippy.drivers.plan.language.instructions import ReceiveState, SendState
+from pippy.drivers.plan.passes.exchange import exchange
 from pippy.drivers.protocol.kept_states import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.random_state import RandomState
@@ -71,6 +74,11 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, set)) else value
 
 
+def exchange_of_states(moves: Iterable[tuple[int, int, int]]) -> ExchangeProgram:
+    """The program that moves copies of states. A move has the worker that a copy is of, who has it, and to whom it goes."""
+    return exchange("states", ((SendState(of, to), ReceiveState(of, source)) for of, source, to in moves))
+
+
 @dataclass(frozen=True)
 class MemoryPoint:
     """A point in the memory of the workers, made by `protect`: each has a copy of its own state and of a neighbour's.
@@ -96,14 +104,8 @@ class MemoryPoint:
         held = {holder: worker for worker, holder in self.holders.items()}  # whose copy each worker holds
         moves = [(worker, self.holders[worker], worker) for worker in lost]
         moves += [(held[worker], held[worker], worker) for worker in lost]
-        return {
-            worker: TakeKept(
-                self.number,
-                tuple((of, to) for of, source, to in moves if source == worker),
-                tuple((of, source) for of, source, to in moves if to == worker),
-            )
-            for worker in self.holders
-        }
+        program = exchange_of_states(moves)
+        return {worker: TakeKept(self.number, program.order_of(worker)) for worker in self.holders}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
-from pippy.drivers.model.recovery.points import ControllerState, DiskPoint, MemoryPoint
+from pippy.drivers.model.recovery.points import ControllerState, DiskPoint, MemoryPoint, exchange_of_states
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.loading import Loading, load_objects
@@ -92,12 +92,8 @@ class Recovery:
         before = next((each.number for each in self.points if isinstance(each, MemoryPoint)), None)
         self._protected += 1
         state = self._now()
-        self.commands.call(
-            {
-                worker: KeepState(self._protected, before, to, next(of for of, its in holders.items() if its == worker))
-                for worker, to in holders.items()
-            }
-        )
+        program = exchange_of_states((worker, worker, to) for worker, to in holders.items() if to != worker)
+        self.commands.call({each: KeepState(self._protected, before, program.order_of(each)) for each in workers})
         parts = values["values"], values["states"], values["extra"]
         self._add(MemoryPoint(self._protected, *parts, objects.objects, holders, state))
 

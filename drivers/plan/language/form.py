@@ -11,6 +11,7 @@ FIELDS = {
     "stage": (NUMBER, "a stage number"),
     "microbatch": (NUMBER, "a micro-batch number"),
     "to": (NUMBER, "a worker number"),
+    "of": (NUMBER, "a worker number"),
     "source": (NUMBER, "a worker number"),
     "value": (NAME, "the name of a value"),
     "sum": (SUM, "the name of a sum: of a parameter, or stage 2 part 0"),

@@ -20,6 +20,10 @@ those of a stage are added up in parts, as ``stage 2 part 0``. A step that only 
 In replicas of a pipeline, ``send notes to 3`` and ``receive notes from 3`` move what the batch norms of a worker's stages have
 noted, to the worker with the same stages in another replica. A step whose batch norms note nothing passes over both.
 
+Outside of a step, workers run programs with other sends and receives (exchange_program.py): ``send parameters of stage 2 part 0
+to 3`` passes on parameters that a divided optimizer has updated here, and ``send state of worker 1 to 2`` a copy of what worker
+1 holds, from which it can go on.
+
 A worker does not wait for a send, unless a channel is full.
 """
 
@@ -67,7 +71,7 @@ class Kind:
     and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
     whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage.
 
-    What takes and gives no edge of the program is a part of an ``exchange``: of a sum of gradients, or of notes.
+    What takes and gives no edge of the program is a part of an ``exchange``.
 
     >>> KINDS[Free].drops(Free("x", microbatch=0))
     ('x', 0)
@@ -95,10 +99,17 @@ class Kind:
 
 
 class Exchange(StrEnum):
-    """What workers pass to each other that is no edge of a program."""
+    """What workers pass to each other that is no edge of a program: in a step, or in a program of its own."""
 
     SUM = "sum"
     NOTES = "notes"
+    PARAMETERS = "parameters"
+    STATE = "state"
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether it is in the programs of steps."""
+        return self in (Exchange.SUM, Exchange.NOTES)
 
 
 class Instruction:
@@ -264,6 +275,54 @@ class ReceiveNotes(Instruction):
     source: int
 
 
+@dataclass(frozen=True, slots=True)
+class SendParameters(Instruction):
+    """Put parameters that were updated here, those whose gradients are in a sum, into the channel to another worker.
+
+    >>> str(SendParameters("stage 2 part 0", to=3))
+    'send parameters of stage 2 part 0 to 3'
+    """
+
+    sum: str
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveParameters(Instruction):
+    """Take updated parameters from the channel from the worker that has updated them.
+
+    >>> str(ReceiveParameters("emb.weight", source=0))
+    'receive parameters of emb.weight from 0'
+    """
+
+    sum: str
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendState(Instruction):
+    """Put the copy of a worker's state into the channel to another worker, which may be the one that it is of.
+
+    >>> str(SendState(of=1, to=2))
+    'send state of worker 1 to 2'
+    """
+
+    of: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveState(Instruction):
+    """Take the copy of a worker's state from the channel from another worker.
+
+    >>> str(ReceiveState(of=1, source=1))
+    'receive state of worker 1 from 1'
+    """
+
+    of: int
+    source: int
+
+
 own_value = attrgetter("value", "microbatch")
 NOTES: Final = "notes of batch norms"  # the name of a value, which no edge can have
 
@@ -281,6 +340,16 @@ def sum_of(each: Any) -> MicrobatchValue:
 def notes_of(each: Any) -> MicrobatchValue:
     """Notes as a value: of all micro-batches."""
     return NOTES, 0
+
+
+def parameters_of(each: Any) -> MicrobatchValue:
+    """Updated parameters as a value."""
+    return f"parameters of {each.sum}", 0
+
+
+def state_of(each: Any) -> MicrobatchValue:
+    """The copy of a state as a value."""
+    return f"state of worker {each.of}", 0
 
 
 InstructionKey = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
@@ -358,6 +427,27 @@ KINDS: dict[InstructionKey, Kind] = {
         gives=notes_of,
         receives_from=attrgetter("source"),
         exchange=Exchange.NOTES,
+    ),
+    SendParameters: Kind(
+        Form("send parameters of {sum} to {to}"),
+        takes=parameters_of,
+        sends_to=attrgetter("to"),
+        exchange=Exchange.PARAMETERS,
+    ),
+    ReceiveParameters: Kind(
+        Form("receive parameters of {sum} from {source}"),
+        gives=parameters_of,
+        receives_from=attrgetter("source"),
+        exchange=Exchange.PARAMETERS,
+    ),
+    SendState: Kind(
+        Form("send state of worker {of} to {to}"), takes=state_of, sends_to=attrgetter("to"), exchange=Exchange.STATE
+    ),
+    ReceiveState: Kind(
+        Form("receive state of worker {of} from {source}"),
+        gives=state_of,
+        receives_from=attrgetter("source"),
+        exchange=Exchange.STATE,
     ),
     Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
     Receive: Kind(

@@ -4,19 +4,20 @@ from collections import Counter
 
 import networkx
 
+from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 from pippy.drivers.plan.proofs.waits import Channel, ChannelOrder, DryRun, Location, Transfers, implied_waits
 
 
-def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
+def check_waits(program: Program | ExchangeProgram, buffer: int | None, faults: Faults) -> None:
     """Note sends and receives without a partner or out of order, and every circle of workers that wait."""
-    if program.lowered:
+    if isinstance(program, Program) and not program.lowered:
+        waits = implied_waits(program)
+    else:
         transfers = Transfers(program)
         check_channels(transfers, faults)
         waits = transfers.waits(buffer)
-    else:
-        waits = implied_waits(program)
     run = DryRun(program, waits)
     stuck = run.stuck()
     circles = networkx.DiGraph()  # which drops Ctrl-C where it is given edges
@@ -29,7 +30,11 @@ def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
 
 
 def draw_circle(
-    program: Program, workers: list[int], positions: list[int], stuck: dict[int, Location], faults: Faults
+    program: Program | ExchangeProgram,
+    workers: list[int],
+    positions: list[int],
+    stuck: dict[int, Location],
+    faults: Faults,
 ) -> None:
     """Note a circle: one line for each worker, with the worker it waits for."""
     chain = []

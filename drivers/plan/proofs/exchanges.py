@@ -61,6 +61,8 @@ def due_of_notes(program: Program, worker: int) -> Due:
 
 def why_stray(program: Program, instruction: Instruction) -> str:
     """Why an instruction of an exchange is none of this worker's."""
+    if not instruction.kind.exchange.in_steps:  # type: ignore[union-attr]
+        return "is in no step: workers do it in a program of its own"
     if instruction.kind.exchange == Exchange.NOTES:
         return "these workers have no notes of batch norms to tell each other"
     name = instruction.sum  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pippy.drivers.plan.language.errors import ProgramError
+from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.program import Program
 
 MARK = "    <-- "
@@ -22,7 +23,7 @@ class Faults:
     ['worker 0, B0.0: too late']
     """
 
-    program: Program
+    program: Program | ExchangeProgram
     found: list[str] = field(default_factory=list)
     marks: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
 

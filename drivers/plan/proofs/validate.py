@@ -13,6 +13,7 @@ checked instruction by instruction: each value is made or received before it is 
 """
 
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
+from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.placement import is_count
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.circular_waits import check_waits
@@ -46,4 +47,19 @@ def validate(program: Program, buffer: int | None = None) -> None:
     if program.lowered:
         check_values(program, faults)
     check_waits(program, buffer, faults)
+    faults.raise_if_any()
+
+
+def validate_exchange(program: ExchangeProgram) -> None:
+    """Raise one ProgramError if what workers pass on outside of a step is not received, or is waited for forever.
+
+    >>> from pippy.drivers.plan.language.instructions import SendState
+    >>> validate_exchange(ExchangeProgram("states", ((SendState(of=0, to=1),), ())))
+    Traceback (most recent call last):
+    pippy.drivers.plan.language.errors.ProgramError: program states cannot run: 1 fault
+    - worker 0, send state of worker 0 to 1: is never received by worker 1
+    ...
+    """
+    faults = Faults(program)
+    check_waits(program, None, faults)
     faults.raise_if_any()

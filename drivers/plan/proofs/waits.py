@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from itertools import product
 
 from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.instructions import KINDS, Compute
 from pippy.drivers.plan.language.program import Program
 
@@ -51,7 +52,7 @@ class Transfers:
     [(('activation_0', 0), 1)]
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | ExchangeProgram) -> None:
         self.sent: dict[Channel, ChannelOrder] = defaultdict(list)
         self.received: dict[Channel, ChannelOrder] = defaultdict(list)
         for worker, order in enumerate(program.orders):
@@ -87,7 +88,7 @@ class DryRun:
     [(0, 0, 1), (1, 0, 2), (0, 1, 2)]
     """
 
-    def __init__(self, program: Program, waits: Waits) -> None:
+    def __init__(self, program: Program | ExchangeProgram, waits: Waits) -> None:
         self.waits = waits
         self.lengths = [len(order) for order in program.orders]
         self.positions = [0] * program.workers

@@ -15,7 +15,6 @@ import torch
 
 from pippy.drivers.protocol.gradients import GradientBucket
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.ir.base.readable import first_listed
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
@@ -54,21 +53,6 @@ class GradientSums:
         """Whether only the owner needs the sums of a bucket."""
         names = {each.name for each in self.buckets[at].parameters}
         return names <= self.divided and names.isdisjoint(self.undivided)
-
-    def named(self, at: int, worker: int) -> str:
-        """What a message with this number carries, and which worker sends it: of a bucket, or behind all of these, of its
-        updated parameters. ``worker`` is the end of its key."""
-        at, updated = at % len(self.buckets), at >= len(self.buckets)
-        bucket = self.buckets[at]
-        if updated:
-            return f"{self.parameters_of(at)}, updated, from worker {bucket.owner}"
-        if bucket.owner == self.index:
-            return f"the gradients of {self.parameters_of(at)}, from worker {worker}"
-        return f"the sums of the gradients of {self.parameters_of(at)}, from worker {bucket.owner}"
-
-    def parameters_of(self, at: int) -> str:
-        """The parameters of a bucket, in words."""
-        return first_listed((repr(parameter.name) for parameter in self.buckets[at].parameters), most=1)
 
 
 class AddingUp:

@@ -68,7 +68,6 @@ class Gradients:
         self.unsummed: dict[int, Gradient] = {}
         self.pending: list[_Pending] = []
         self.wider: dict[int, torch.dtype] = {}  # the dtypes of gradients that an optimizer wants with more bits
-        self.adding_up = False  # says what a failure interrupted
         self.nonfinite: list[int] = []  # what was found in the step that runs now
         self.hooks = ParameterHooks(WorkerHooks(), tensor=lambda place: torch.empty(0))
 
@@ -193,7 +192,6 @@ class Gradients:
 
     def begin_reduction(self) -> AddingUp:
         """Begin to add up the gradients of copies, in a command of its own."""
-        self.adding_up = True  # until the next command, because a failure is explained after this returns
         return AddingUp(self.sums, self._own)
 
     def end_reduction(self, number: int, adding: AddingUp) -> None:
@@ -210,7 +208,6 @@ class Gradients:
 
     def settle(self, through: int) -> None:
         """Settle the commands up to a number: they succeeded on all workers."""
-        self.adding_up = False
         while self.pending and self.pending[0].number <= through:
             command = self.pending.pop(0)
             for key, gradient in command.own.items():

@@ -7,13 +7,13 @@ workers that have copies. The sums of the gradients stay with the owner.
     worker 2 ──its gradients of a──▶ worker 0: the sums, the state and the update of a ──a, updated──▶ worker 2
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from pippy.drivers.protocol.gradients import GradientBucket
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.wire.transport import Transport
 
 
 class ParameterShares:
@@ -30,28 +30,27 @@ class ParameterShares:
         index: int,
         tensor: Callable[[TensorLocation], torch.Tensor],
     ) -> None:
-        self.index = index
-        self.held: list[tuple[int, GradientBucket, list[list[torch.Tensor]]]] = []
-        for at, bucket in enumerate(buckets):
+        self.held: dict[
+            int, tuple[str, list[list[torch.Tensor]]]
+        ] = {}  # by the number of messages, behind those of sums
+        for number, bucket in enumerate(buckets, len(buckets)):
             own = [each for each in bucket.parameters if each.name in names]
             if own and index in bucket.workers:
                 places = [[place for worker, place in each.copies if worker == index] for each in own]
-                self.held.append((at, bucket, [list(map(tensor, each)) for each in places]))
-        self.copies = {id(copy) for *_, here in self.held for copies in here for copy in copies}
+                self.held[number] = bucket.sum, [list(map(tensor, each)) for each in places]
+        self.copies = {id(copy) for _, here in self.held.values() for copies in here for copy in copies}
+
+    def leaving(self, send: Any) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The parameters of a sum, which were updated here: each bucket with its number."""
+        return ((at, [copies[0].detach() for copies in self.held[at][1]]) for at in self.awaited(send))
+
+    def awaited(self, receive: Any) -> list[int]:
+        """The numbers of the buckets of a sum."""
+        return [at for at, (sum, _) in self.held.items() if sum == receive.sum]
 
     @torch.no_grad()
-    def exchange(self, number: int, transport: Transport, first: int) -> None:
-        """Send what this worker has updated, in the command with this number, and take what others have. ``first`` numbers the
-        messages of the first bucket."""
-        for at, bucket, here in self.held:
-            if bucket.owner == self.index:
-                updated = [copies[0].detach() for copies in here]
-                for worker in bucket.workers:
-                    if worker != self.index:
-                        transport.send(worker, (number, first + at, worker), updated)
-        for at, bucket, here in self.held:
-            if bucket.owner != self.index:
-                received = transport.receive((number, first + at, self.index), bucket.owner)
-                for value, copies in zip(received, here):
-                    for copy in copies:
-                        copy.copy_(value)
+    def take(self, number: int, value: list[torch.Tensor]) -> None:
+        """Have the parameters of a bucket as another worker has updated them."""
+        for updated, copies in zip(value, self.held[number][1]):
+            for copy in copies:
+                copy.copy_(updated)

@@ -4,42 +4,51 @@ keep:   the own copy ──▶ the next worker       take:   a new process ◀�
         the worker before ──▶ its copy                               ◀── the copy of the worker before it
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.states import WorkerState
-from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.state.snapshots import Snapshots
 
-KEPT_NUMBER = 1 << 26  # of copies in the keys of messages; those of gradient_sums.py are smaller
+RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on
 
 
 class KeptStates:
-    """The copies for one driver on one worker, by their points, and by whose they are."""
+    """The copies for one driver on one worker, by their points, and by whose they are. ``exchange`` runs instructions."""
 
-    def __init__(self, index: int, snapshots: Snapshots, transport: Transport) -> None:
-        self.index, self.snapshots, self.transport = index, snapshots, transport
+    def __init__(self, index: int, snapshots: Snapshots, exchange: RunExchange) -> None:
+        self.index, self.snapshots, self.exchange = index, snapshots, exchange
         self.kept: dict[int, dict[int, WorkerState]] = {}
 
     def keep(self, message: KeepState, number: int) -> None:
         """Copy what the worker holds, send the copy to a neighbour, and take another's."""
         self.kept = {point: each for point, each in self.kept.items() if point == message.before}
         own = self.kept[message.point] = {self.index: self.snapshots.whole()}
-        if message.to != self.index:
-            self._send(message.to, number, self.index, own[self.index])
-            own[message.of] = self._receive(number, message.of, message.of)
+        self.exchange(message.order, number, PassedStates(own))
 
-    def take(self, message: TakeKept, number: int) -> None:
+    def restore(self, message: TakeKept, number: int) -> None:
         """Go back to a point. What lost workers had of it comes from neighbours."""
-        kept = self.kept = {message.point: self.kept.get(message.point, {})}
-        own = kept[message.point]
-        for of, to in message.sends:
-            self._send(to, number, of, own[of])
-        for of, source in message.receives:
-            own[of] = self._receive(number, of, source)
+        own = self.kept.get(message.point, {})
+        self.kept = {message.point: own}
+        self.exchange(message.order, number, PassedStates(own))
         self.snapshots.restore(own[self.index])
 
-    def _send(self, to: int, number: int, of: int, state: WorkerState) -> None:
-        self.transport.send(to, (number, KEPT_NUMBER, of), state)
 
-    def _receive(self, number: int, of: int, source: int) -> WorkerState:
-        state: WorkerState = self.transport.receive((number, KEPT_NUMBER, of), source)
-        return state
+class PassedStates:
+    """The copies of one point, by whose they are: the number of a worker is that of its copy in messages."""
+
+    def __init__(self, states: dict[int, WorkerState]) -> None:
+        self.states = states
+
+    def leaving(self, send: Any) -> Iterable[tuple[int, WorkerState]]:
+        """The copy that a send moves."""
+        return [(send.of, self.states[send.of])]
+
+    def awaited(self, receive: Any) -> Iterable[int]:
+        """The number of the copy that a receive waits for."""
+        return [receive.of]
+
+    def take(self, number: int, value: WorkerState) -> None:
+        """Have a copy from another worker."""
+        self.states[number] = value
