@@ -40,11 +40,11 @@ class DeviceCopies:
 
     def to_host(self, value: Any) -> HostCopy:
         """Start to copy a value. It may be changed or freed afterwards."""
-        return self.own_to_host([self.own(value)])
+        return self.own_to_host(self.own(value))
 
-    def own_to_host(self, own: list[Any]) -> HostCopy:
-        """Start to copy the one value in a list, which `own` has made. The list is cleared when that is done."""
-        accelerator = self.accelerator
+    def own_to_host(self, own: Any) -> HostCopy:
+        """Start to copy a value that `own` has made. It is dropped when that is done."""
+        accelerator, kept = self.accelerator, [own]
         made, done = accelerator.event(), accelerator.event()
         made.record(accelerator.current_stream())
         self.out.wait_event(made)
@@ -54,12 +54,12 @@ class DeviceCopies:
             return tensor if on_host else _copied(partial(accelerator.copy, to_host=True), tensor)
 
         with accelerator.using(self.out):
-            value = map_tensors(leave, own[0])
+            value = map_tensors(leave, own)
         done.record(self.out)
 
         def when_done() -> Any:
             done.synchronize()
-            own.clear()
+            kept.clear()
             return value
 
         return self._waits.submit(when_done)

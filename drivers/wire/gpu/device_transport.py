@@ -62,7 +62,7 @@ class DeviceTransport(Transport):
         if self._stays(to, own):
             self.carrier.send(to, key, map_tensors(self.copies.accelerator.share, own))
             return
-        copy = self.copies.own_to_host([own])
+        copy = self.copies.own_to_host(own)
         self._leaving.append((to, key, copy))
         copy.add_done_callback(lambda _: self.received.wakeup.set())
         self._send_copied()
