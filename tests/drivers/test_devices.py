@@ -18,6 +18,7 @@ from pippy import (
     Pipe,
     PipelineDriver,
     PipelineDriver1F1B,
+    convert_deferred_batch_norm,
     local_cluster,
     pipe_split,
     pipeline,
@@ -162,6 +163,25 @@ def test_a_step_starts_its_work_and_waits_at_its_end_only(monkeypatch, simulated
     torch.testing.assert_close(loss, mean_square(plain(x), target).detach())
     torch.testing.assert_close(output, loss)
     assert simulated[0].arrived >= 8 + 4, "inputs of the model are copied, too"
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
+def test_replicas_tell_each_other_what_batch_norms_have_noted_and_wait_for_no_device(monkeypatch, simulated):
+    states, (x, target) = [], torch.randn(2, 8, 4, dtype=torch.float64)
+    for replicas in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+        pipe = Pipe.from_sequential(convert_deferred_batch_norm(model), nn.MSELoss())
+        with thread_cluster(3, simulated) as cluster:
+            driver = PipelineDriver(
+                pipe, cluster, schedule="interleaved_1f1b", replicas=replicas, all_ranks=list(range(replicas))
+            )
+            for _ in range(2):
+                with started_only(monkeypatch):
+                    driver.run(4, x, target)
+                driver.zero_grad()
+            states.append(driver.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert [device.faults for device in simulated] == [[]] * 3
 
 
