@@ -27,7 +27,7 @@ def do_until_worker_3_is_lost(workers, act, said):
             errors.append(error)
 
     stop(workers.session.workers[3].pid)
-    thread, end = threading.Thread(target=run), time.monotonic() + 20
+    thread, end = threading.Thread(target=run), time.monotonic() + 60
     thread.start()
     while not re.search(said, dump := workers.dump(0.3)):
         assert time.monotonic() < end, dump
