@@ -21,12 +21,12 @@ class MeasuredPrograms:
 
 def programs_that_fit(choice: Choice) -> MeasuredPrograms:
     """The fastest of the candidates with whole backwards whose order with halves keeps the limits, too."""
-    whole = [each for each in choice.candidates if not has_halves(each.program)]
-    for each in whole:
+    without_halves = [each for each in choice.candidates if not has_halves(each.program)]
+    for each in without_halves:
         halves = in_halves(each.program)
         if not choice.problem.refusal(Candidate(halves, each.micro_batch)):
             return MeasuredPrograms(each.program, halves)
-    program = (whole or choice.candidates)[0].program
+    program = (without_halves or choice.candidates)[0].program
     return MeasuredPrograms(program, program)
 
 
@@ -35,9 +35,8 @@ def programs_within(problem: Problem) -> MeasuredPrograms:
     program, placement = problem.program, problem.program.placement
     micro_batch = problem.micro_batch(program.chunks)
     counts = live_counts(problem.limits, placement, program.chunks, micro_batch.sizes)
-    whole = program
     if counts is not None and not _fits(problem, Candidate(program, micro_batch), counts):
-        whole = make_schedule(
+        program = make_schedule(
             "list",
             workers=program.workers,
             chunks=program.chunks,
@@ -46,7 +45,7 @@ def programs_within(problem: Problem) -> MeasuredPrograms:
             memory=counts,
             halves=False,
         )
-    return MeasuredPrograms(whole, in_halves(whole))
+    return MeasuredPrograms(program, in_halves(program))
 
 
 def _fits(problem: Problem, candidate: Candidate, counts: list[int]) -> bool:

@@ -82,12 +82,12 @@ def _without_memory(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _flops(compiled: Compiled, division: Division) -> list[int]:
     """The FLOPs of one forward of each stage. Those of the loss count for the stage that it runs with."""
-    found, last = [0] * compiled.num_stages, loss_stage(compiled)
+    flops, last = [0] * compiled.num_stages, loss_stage(compiled)
     shapes = propagate_inputs(compiled, {name: division.take(name, 0) for name in division.arguments})
     for call, amount in shapes.flops.items():
         index = stage_index(call)
-        found[last if index is None else index] += amount.count
-    return found
+        flops[last if index is None else index] += amount.count
+    return flops
 
 
 def costs_by_rows(rows: int, known: Mapping[int, Costs], chunks: int) -> Costs:

@@ -21,8 +21,8 @@ def byte_count(given: Any, name: str = "memory=") -> int:
     (1536, 2000000, 7)
     """
     count = 0.0
-    if isinstance(given, str) and (found := _SIZE.fullmatch(given)) and found[2].lower() in _BY_NAME:
-        count = float(found[1]) * _BY_NAME[found[2].lower()]
+    if isinstance(given, str) and (parts := _SIZE.fullmatch(given)) and parts[2].lower() in _BY_NAME:
+        count = float(parts[1]) * _BY_NAME[parts[2].lower()]
     elif isinstance(given, int) and not isinstance(given, bool):
         count = given
     if not (isfinite(count) and count >= 1):

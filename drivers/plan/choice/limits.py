@@ -36,6 +36,10 @@ class Limit(ABC):
     def room(self, worker: int, stages: Sequence[int], sizes: PipeBytes | None) -> int:
         """How many stage-micro-batches a worker with these stages has room for, whichever they are."""
 
+    def keeps(self, worker: int, held: int) -> bool:
+        """Whether a worker that holds so much keeps the limit."""
+        return held <= self.most[worker]
+
     def refusal(self, candidate: Candidate) -> str:
         """Says why a candidate is refused. It is empty if the candidate keeps the limit.
 
@@ -44,9 +48,9 @@ class Limit(ABC):
         >>> LiveLimit((1, 1)).refusal(Candidate(make_schedule("1f1b", workers=2, chunks=4), MicroBatch()))
         'it holds 2 stage-micro-batches on worker 0, and the limit is 1'
         """
-        for worker, (held, most) in enumerate(zip(self.held(candidate), self.most)):
-            if held > most:
-                return f"it holds {held:,} {self.noun} on worker {worker}, and the limit is {most:,}"
+        for worker, held in enumerate(self.held(candidate)):
+            if not self.keeps(worker, held):
+                return f"it holds {held:,} {self.noun} on worker {worker}, and the limit is {self.most[worker]:,}"
         return ""
 
 

@@ -111,7 +111,7 @@ class TriedModes:
         return tries
 
     def _keeps(self, worker: int, held: Sequence[int]) -> bool:
-        return all(each <= limit.most[worker] for each, limit in zip(held, self.limits))
+        return all(limit.keeps(worker, each) for each, limit in zip(held, self.limits))
 
     def _fitting_modes(self) -> list[list[Modes]]:
         return [

@@ -8,7 +8,7 @@ import pytest
 from pippy.drivers.plan import Costs, make_schedule
 from pippy.drivers.plan.choice.byte_sizes import byte_count, byte_text, limits_of
 from pippy.drivers.plan.choice.candidate import MicroBatch
-from pippy.drivers.plan.choice.limits import MemoryLimit
+from pippy.drivers.plan.choice.limits import LiveLimit, MemoryLimit
 from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.choice.search import fits, search
 from pippy.drivers.plan.choice.unfit import unfit
@@ -40,6 +40,25 @@ def test_the_text_says_what_was_chosen_what_it_holds_and_what_it_costs():
     assert "guessed to take" in str(replace(choice, measured=False))
     free = search(problem(10**6), thorough=False)
     assert "none would take less" in free.why and free.checkpoint == {}
+
+
+def test_the_text_says_why_each_schedule_is_left_out_and_what_all_limits_cost():
+    """What breaks a limit with every number of micro-batches is told with the one that lacks least."""
+    given = problem(330, chunks=(2, 4))
+    tight = replace(given, limits=(LiveLimit((2, 2)), *given.limits), checkpoint="never")
+    choice = search(tight, thorough=False)
+    reasons = dict(choice.left_out)
+    assert not choice.candidates and set(reasons) >= {"1f1b", "fill_drain", "zb_h1", "zb_v"}
+    assert "V-shaped" in reasons["zb_v"]
+    assert reasons["1f1b"] == "with 4 micro-batches it holds 4 stage-micro-batches on worker 0, and the limit is 2"
+    assert f"  1f1b: {reasons['1f1b']}" in choice.refusal.splitlines()
+    assert unfit(choice, "330").message == choice.refusal  # more memory alone would not help
+    again = replace(given, limits=(LiveLimit((3, 3)), MemoryLimit((600, 600))))
+    choice = search(again, thorough=False)
+    slower, chosen = choice.chosen.seconds / choice.unlimited.seconds - 1, choice.chosen
+    assert slower > 0.01 and f"so the limits cost {slower:.0%}" in choice.why
+    assert f"{chosen.peak_live[0]} of 3 stage-micro-batches, {chosen.peak_bytes[0]} B of 600 B" in str(choice)
+    assert all(again.refusal(each) == "" for each in choice.candidates)
 
 
 @pytest.mark.parametrize(("limit", "chunks"), [(215, 16), (230, 6)])
