@@ -220,6 +220,26 @@ class PipelineDriverBase(ModelOnWorkers):
         check_chunks(chunks, None)
         return self.programs.next(chunks, self.trains).lowered.program
 
+    @in_turn
+    def generation_programs(self, chunks: int) -> tuple[Program, Program]:
+        """The programs that `generate` runs for ``chunks`` groups of rows: for the prompts, and for each token behind them.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from pippy import PipelineDriver1F1B, cluster, pipeline
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_head=1, n_layer=1, use_cache=False))
+        >>> pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": torch.ones(2, 3).long()})
+        >>> with cluster(2, threads=1) as workers:
+        ...     prompt, token = PipelineDriver1F1B(pipe, workers).generation_programs(chunks=1)
+        >>> print(*token.orders[0], sep="\n")
+        receive token.0 from 1
+        F0.0
+        send values_of_0_for_1.0 to 1
+        free values_of_0_for_1.0
+        free token.0
+        """
+        check_chunks(chunks, None)
+        return self._generation.programs(chunks)
+
     @property
     def trains(self) -> bool:
         """Whether a step leaves gradients: there is a loss, and gradients are on."""

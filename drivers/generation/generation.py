@@ -8,6 +8,7 @@ import torch
 from pippy.drivers.generation.prompts import prompts_of
 from pippy.drivers.generation.token_graphs import TokenGraphs
 from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.plan.language.program import Program
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.interrupts import heard
@@ -30,10 +31,18 @@ class TokenGeneration:
         """Check the arguments of a call, those of `prompts_of`, and return the prompts with the new tokens behind them."""
         model = self._language_model()
         prompts = prompts_of(model, ids, workers=self._workers, others=others, **arguments)
+        return self._graphs_of(model).run(prompts)
+
+    def programs(self, chunks: int) -> tuple[Program, Program]:
+        """The programs `prompt` and `token` for so many micro-batches."""
+        prompt, token = self._graphs_of(self._language_model()).lowered(chunks)
+        return prompt.program, token.program
+
+    def _graphs_of(self, model: torch.nn.Module) -> TokenGraphs:
         if self._graphs is None:
             with heard():
                 self._graphs = TokenGraphs(model, self._placed, self._commands)
-        return self._graphs.run(prompts)
+        return self._graphs
 
     def _language_model(self) -> torch.nn.Module:
         model = model_of(self._pipe)

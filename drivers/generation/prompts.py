@@ -37,11 +37,15 @@ class Prompts:
     padding: int
     sampling: Sampling | None
 
+    @property
+    def one_token(self) -> bool:
+        """Whether each prompt is one token."""
+        return self.inputs["input_ids"].shape[1] == 1
+
     def message(self, takes: Collection[str]) -> Generate:
         """The message to a worker whose stages take the inputs ``takes``."""
         inputs = {name: value for name, value in self.inputs.items() if name in takes}
-        one = self.inputs["input_ids"].shape[1] == 1
-        return Generate(inputs, one, self.rows, self.length, self.ends, self.padding, self.sampling)
+        return Generate(inputs, self.one_token, self.rows, self.length, self.ends, self.padding, self.sampling)
 
     def finished(self, generated: Generated) -> torch.Tensor:
         """The prompts with the new tokens behind them. A row that has ended before others is padded."""

@@ -23,6 +23,8 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import flat_inputs, is_getitem, output_items, seeded
 from pippy.ir.run.stage_backward import stage_backward
 
+TOGETHER = "together"  # a call that is not in the graph: it gives several values as one, or the values in such a one
+
 
 @dataclass(frozen=True)
 class Work:

@@ -72,18 +72,21 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     check_rules(compiled)
     interpreter = RemoteInterpreter(compiled)
     training = bool(schedule.backward) and compiled.loss is not None
-    work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
+    work = by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
     replicated = _replicated(compiled, interpreter) if training else ()
     notes = _noting(compiled, interpreter) if schedule.replicas > 1 else ()
     _check_backward(schedule, work)
-    edges = tuple(_edges(work))
+    edges = tuple(edges_between(work))
     program = _fitted(schedule, edges, work, replicated, notes)
     validate(program, buffer)
     worker_of = program.placement.worker_of
-    return Lowered(program, work, dict(_inputs(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of)))
+    return Lowered(
+        program, work, dict(inputs_by_worker(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of))
+    )
 
 
-def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
+def by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
+    """What each pass computes. Without ``training`` there are no backwards."""
     found: dict[Pass, tuple[Work, ...]] = {}
     for each in work:
         if each.phase == "F" or training:
@@ -92,7 +95,7 @@ def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
     return found
 
 
-def _edges(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
+def edges_between(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
     """The values that one pass makes and others take. Values inside a pass, such as the loss's input, are not edges."""
     makers = {name: key for key, calls in work.items() for call in calls for name in call.gives if name}
     targets: dict[str, list[Pass]] = {name: [] for name in makers}
@@ -155,9 +158,10 @@ def _noting(compiled: Compiled, interpreter: RemoteInterpreter) -> tuple[int, ..
     return tuple(sorted({interpreter.stage_of(call) for call, each in modules if isinstance(each, DeferredBatchNorm)}))
 
 
-def _inputs(
+def inputs_by_worker(
     interpreter: RemoteInterpreter, work: Mapping[Pass, tuple[Work, ...]], worker_of: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The inputs of the model, each with the workers whose stages take it."""
     for node in interpreter.compiled.split_gm.graph.find_nodes(op="placeholder"):
         name = interpreter.names[node]
         users = {key.stage for key, calls in work.items() for call in calls if key.phase == "F" and name in call.takes}

@@ -249,8 +249,8 @@ class PlacedPipe:
         }
 
     def call_of(self, call: str) -> CallForm:
-        """How the graph calls a stage."""
-        args = self.nodes[call].args
+        """How the graph calls a stage. What is not in the graph takes its inputs as they are."""
+        args = self.nodes[call].args if call in self.nodes else ()
         seen = self.compiled.seen_inputs.get(call, ())
         if all(isinstance(arg, fx.Node) for arg in args):
             return CallForm(call, seen=seen)

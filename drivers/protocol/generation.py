@@ -6,58 +6,31 @@ from dataclasses import dataclass
 import torch
 
 from pippy.drivers.protocol.peers import NeedsPeers
-from pippy.drivers.protocol.programs import CallForm
+from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.wire.pickling import Pickled
 
 
 @dataclass(frozen=True)
-class TokenStage:
-    """The messages of a stage when a token is made.
-
-    ``receives`` has the stages on other workers that send values to it: their workers, and the names of the values. ``sends``
-    has the workers that it sends values to.
-    """
-
-    stage: int
-    call: CallForm
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    receives: tuple[tuple[int, int, tuple[str, ...]], ...]
-    sends: tuple[tuple[int, tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True)
-class TokenGraph:
-    """A worker's part of the graph that makes a token.
-
-    ``modules`` has the code of the stages, with a `TensorLocation` for each tensor that the worker has already. The worker
-    ``choosing`` chooses the token from the value ``logits``, and sends it to the workers ``told``.
-    """
-
-    stages: tuple[TokenStage, ...]
-    modules: Pickled
-    logits: str
-    choosing: int
-    told: tuple[int, ...]
-
-    def peers(self, worker: int) -> set[int]:
-        """The workers with which a worker passes values and tokens."""
-        found = {source for stage in self.stages for _, source, _ in stage.receives}
-        found |= {to for stage in self.stages for to, _ in stage.sends}
-        found |= set(self.told) if worker == self.choosing else {self.choosing} if worker in self.told else set()
-        return found - {worker}
-
-
-@dataclass(frozen=True)
 class AddGeneration(NeedsPeers):
-    """What a worker does to generate: for a prompt, and for each token behind it. Sent once."""
+    """A worker's part of the programs that make tokens, in so many micro-batches: for a prompt, and for each token behind it.
 
-    prompt: TokenGraph
-    token: TokenGraph
+    ``modules`` has the code of its stages for a prompt, and for a token, with a `TensorLocation` for each tensor that the
+    worker has already. It is sent once. With ``one_token``, a prompt is one token, and runs the code for that.
+    """
+
+    prompt: AddProgram
+    token: AddProgram
+    one_token: bool
+    modules: tuple[Pickled, Pickled] | None
 
     def peers(self, worker: int) -> set[int]:
-        """Those of both graphs."""
+        """Those of both programs."""
         return self.prompt.peers(worker) | self.token.peers(worker)
+
+
+@dataclass(frozen=True)
+class AllEnded:
+    """Goes in place of the values of a micro-batch whose rows have all ended."""
 
 
 @dataclass(frozen=True)

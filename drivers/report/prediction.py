@@ -26,7 +26,7 @@ def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -
 
 def predicted(program: Program, medians: Medians) -> Simulation:
     """Simulate a program whose passes take these times."""
-    forward, again, whole, inputs, weights = (medians[op] for op in Op)
+    forward, again, whole, inputs, weights, _ = (medians[op] for op in Op)
     return simulate_with(program, Costs(forward, inputs, weights, whole, recompute=again))
 
 

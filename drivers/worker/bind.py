@@ -69,7 +69,7 @@ class BoundProgram:
         own = _received_for_one_call(program)
         self.calls = {
             name: StageCall(
-                name,
+                call.name,
                 modules[name],
                 call.template,
                 constant.get(name, ()),
@@ -93,6 +93,12 @@ class BoundProgram:
             self.code.append(BINDERS[instruction.key](self, instruction))
         self.sums = [at for at, each in enumerate(program.order) if each.kind.adds_up]
 
+    @cached_property
+    def chosen(self) -> frozenset[str]:
+        """The values that are chosen here, for the next run."""
+        chosen = [work for key, work in self.program.work.items() if key.phase == "C"]
+        return frozenset(name for work in chosen for each in work for name in each.gives if name)
+
     def _outside(self, stage: int, call: str) -> list[bool]:
         work = self.program.work[Pass("F", stage)]
         made = {name for each in work for name in each.gives}
@@ -112,7 +118,8 @@ class BoundProgram:
         return found
 
     def send(self, send: Send) -> Bound:
-        return handlers.send, (own_value(send), self.program.ranks[send.to], self.program.value_numbers[send.value])
+        to, number = self.program.ranks[send.to], self.program.value_numbers[send.value]
+        return handlers.send, (own_value(send), to, number, len(self.program.share) * (send.value in self.chosen))
 
     def receive(self, receive: Receive) -> Bound:
         number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
@@ -172,6 +179,10 @@ class BoundProgram:
         key = Pass("B", compute.stage)
         return self._pass(key, compute.microbatch, handle, of_gathered, (), compute.kind.live, makes=False)
 
+    def choose(self, compute: Compute) -> Bound:
+        key = Pass("C", compute.stage)
+        return self._pass(key, compute.microbatch, handlers.choose_tokens, None, (), compute.kind.live, makes=False)
+
     def _pass(
         self,
         key: Pass,
@@ -208,6 +219,7 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
     Op.BACKWARD: BoundProgram.backward_pass,
     Op.BACKWARD_INPUT: BoundProgram.backward_pass,
     Op.BACKWARD_WEIGHT: BoundProgram.backward_pass,
+    Op.CHOOSE: BoundProgram.choose,
     Send: BoundProgram.send,
     Receive: BoundProgram.receive,
     Free: BoundProgram.free,

@@ -1,7 +1,7 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
 from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
 from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.generating import Generation
+from pippy.drivers.worker.generating import GenerateCall, Generation
 from pippy.drivers.worker.gradients.gradient_sums import GradientSums
 from pippy.drivers.worker.gradients.gradients import Gradients, norm
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
@@ -157,11 +157,6 @@ class DriverState:
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
         shares = [self.shares[number][1] for number in optimizers if number in self.shares]
         return {key for each in own for key in each.parameters} | {key for each in shares for key in each.copies}
-
-    @property
-    def generating(self) -> str | None:
-        """What is done now of a call that makes tokens."""
-        return None if self.generation is None else self.generation.doing
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
@@ -382,8 +377,15 @@ class DriverState:
             self.put_back = None
 
     def _add_generation(self, add: AddGeneration, number: int) -> None:
-        self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)
+        if add.modules is not None:
+            self.generation = Generation(add.modules, self.transport, self.place, self.tensor)
+        assert self.generation is not None
+        self.generation.add(add)
 
     def _generate(self, generate: Generate, number: int) -> Generated | None:
         assert self.generation is not None
-        return self.generation.run(number, generate, self.given_up)
+        with closing(GenerateCall(self.generation, number, generate, self.given_up)) as call:
+            for self.running, step in call.runs():
+                self.running.run(step, [call])
+            self.running = None
+            return call.generated()

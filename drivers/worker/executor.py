@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Executor:
-    """One program on one worker. ``at`` is the number of the instruction that runs now."""
+    """One program on one worker. ``at`` is the number of the instruction that runs now, and ``run_of`` names the run."""
 
     def __init__(
         self, bound: BoundProgram, transport: Transport, device: torch.device, copies: DeviceCopies | None = None
@@ -39,7 +39,7 @@ class Executor:
         self.bound, self.program, self.code, self.draws = bound, bound.program, bound.code, bound.draws
         self.order = bound.program.order
         self.transport, self.device, self.copies = transport, device, copies
-        self.at = 0
+        self.at, self.run_of = 0, ""
 
     def run(self, step: StepContext, watchers: Iterable[Watcher] = ()) -> StepResult:
         """Run all instructions once, or until the step is given up. Each of the ``watchers`` sees them."""

@@ -1,215 +1,160 @@
-"""Makes tokens on a worker, of all chunks of a call at a time, without the controller.
+"""Makes tokens on a worker: it runs the program `prompt` once, and then the program `token` again and again.
 
-    worker 0, stage 0     P.0  P.1  1.0  1.1  2.0 ...       P: the prompt; 1, 2, ...: the token behind it; .0, .1: the chunk
-    worker 1, stage 1          P.0  P.1  1.0  1.1 ...       the last stage chooses the token, and sends it to the first
-
-Each chunk is a generator, which gives the key of the message that it waits for. The worker goes on with a chunk whose message
-is here. Where all rows of a chunk have ended early, None is sent once in place of its token and of all values, and every worker
-ends the chunk.
+Each run is for one token of every row, and has a context of its own. From run to run a micro-batch keeps the keys and values of
+its layers, its inputs grow, and the worker that chooses keeps what it has chosen. Where all rows of a micro-batch have ended
+early, `AllEnded` goes once in place of its token and of all values, and every worker passes over the micro-batch from then on.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated, TokenGraph, TokenStage
-from pippy.drivers.wire.pickling import unpickle
-from pippy.drivers.wire.received_values import Interrupted, ValueKey
+from pippy.drivers.lowering.flow import TOGETHER
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, own_value
+from pippy.drivers.protocol.generation import AddGeneration, AllEnded, Generate, Generated
+from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.bind import BoundProgram
+from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.handlers import Bound, Handle
 from pippy.drivers.worker.next_token import Noise, next_token
-from pippy.drivers.worker.stage_call import StageCall
+from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.run.key_value_cache import KeyValueCache, using_cache
-
-Wanted = (
-    tuple[ValueKey, int] | None
-)  # the key of a message and the worker that sends it; None to let other chunks go on
-TOKEN = (
-    1 << 20
-)  # the number of a token in the keys of messages; those of values are the numbers of the stages that make them
-
-
-class LoadedGraph:
-    """A worker's part of a graph, with the code of its stages: ``held`` gives them the tensors that the worker has."""
-
-    def __init__(self, graph: TokenGraph, held: Callable[[Any], torch.Tensor], device: torch.device) -> None:
-        self.graph = graph
-        modules = unpickle(graph.modules, held)
-        self.calls: dict[int, StageCall] = {}
-        for each in graph.stages:
-            module = modules[each.stage].to(device).eval()
-            self.calls[each.stage] = StageCall(each.call.name, module, each.call.template, (), each.call.seen)
-
-    def run(self, stage: TokenStage, values: dict[str, Any]) -> None:
-        """Compute a stage, and put what it gives among the values."""
-        outputs = self.calls[stage.stage].run([values[name] for name in stage.takes])
-        values.update(zip(stage.gives, [outputs] if len(stage.gives) == 1 else outputs, strict=True))
 
 
 class Generation:
-    """What a worker has of one driver to make tokens with. ``doing`` says what it does of a call that is under way."""
+    """What a worker has of one driver to make tokens with: the code of its stages, for a prompt and for a token behind it, and
+    the programs, by the number of micro-batches and whether a prompt is one token.
 
-    def __init__(
-        self,
-        add: AddGeneration,
-        index: int,
-        transport: Transport,
-        device: torch.device,
-        held: Callable[[Any], torch.Tensor],
-    ) -> None:
-        self.index, self.transport, self.device = index, transport, device
-        self.prompt, self.token = LoadedGraph(add.prompt, held, device), LoadedGraph(add.token, held, device)
-        self.doing: str | None = None
-        self.chunks = 1
-
-    def run(self, number: int, generate: Generate, given_up: Callable[[], bool]) -> Generated | None:
-        """Make the tokens of one call. The worker that chooses them gives them."""
-        self.chunks = len(generate.rows)
-        with torch.no_grad():
-            generated = _Run(self, number, generate).run(given_up)
-        self.doing = None
-        return generated
-
-    def named(self, value: int, turn: int) -> str:
-        """What a message carries. The arguments are the last two parts of its key."""
-        token, chunk = divmod(turn, self.chunks)
-        what = f"token {token - 1}" if value == TOKEN else f"what stage {value} gives for token {token}"
-        return f"{what} of micro-batch {chunk}"
-
-
-class _Run:
-    """One call on one worker: its chunks, and the noise that their tokens are drawn with."""
-
-    def __init__(self, generation: Generation, number: int, generate: Generate) -> None:
-        self.generation, self.number, self.generate = generation, number, generate
-        self.chunks = [_Chunk(self, chunk) for chunk in range(len(generate.rows))]
-        sampling = generate.sampling
-        self.noise = None if sampling is None else Noise(sampling.state, sum(generate.rows))
-
-    def run(self, given_up: Callable[[], bool]) -> Generated | None:
-        """Make all tokens. Keys and values are freed, however it ends."""
-        try:
-            self._go_on(given_up)
-        finally:
-            for chunk in self.chunks:
-                chunk.cache.layers.clear()
-        if self.generation.index != self.generation.token.graph.choosing:
-            return None
-        tokens = tuple([torch.stack(chunk.chosen, dim=1).cpu() for chunk in self.chunks])
-        return Generated(tokens, None if self.noise is None else self.noise.generator.get_state())
-
-    def _go_on(self, given_up: Callable[[], bool]) -> None:
-        """Go on with whatever chunk can go on, until all have ended."""
-        transport = self.generation.transport
-        going: deque[tuple[_Chunk, Wanted]] = deque((chunk, None) for chunk in self.chunks)
-        while going:
-            if given_up():
-                raise Interrupted
-            here = (at for at, (_, wanted) in enumerate(going) if wanted is None or transport.ready(wanted[0]))
-            at = next(here, None)
-            if at is None:
-                transport.wait_any([wanted for _, wanted in going if wanted is not None])
-                continue
-            chunk, wanted = going[at]
-            del going[at]
-            self.generation.doing = f"token {chunk.token} of micro-batch {chunk.number}"
-            with suppress(StopIteration):
-                going.append((chunk, chunk.steps.send(wanted and transport.receive(*wanted))))
-
-    def noise_of(self, token: int, chunk: int, words: int) -> torch.Tensor | None:
-        """The noise of a chunk's rows. What no chunk needs any more is dropped."""
-        if self.noise is None:
-            return None
-        self.noise.forget_before(min(each.token for each in self.chunks if not each.ended))
-        return self.noise.of(token, words).split(self.generate.rows)[chunk]
-
-
-class _Chunk:
-    """One chunk of a call on one worker: its inputs, its keys and values, and the tokens that were chosen, if that is here.
-
-    ``steps`` is the generator that goes through its tokens. ``ended`` says that no token is needed any more.
+    ``held`` gives the code the tensors that the worker has.
     """
 
-    def __init__(self, run: _Run, number: int) -> None:
-        self.run, self.number, self.generation = run, number, run.generation
-        self.transport, self.length = run.generation.transport, run.generate.length
-        device, rows = self.generation.device, run.generate.rows
-        self.inputs = {name: each.split(rows)[number].to(device) for name, each in run.generate.inputs.items()}
-        self.cache = KeyValueCache()
-        self.finished = torch.zeros(rows[number], dtype=torch.bool, device=device)
-        self.chosen: list[torch.Tensor] = []
-        self.token, self.ended = 0, False
-        self.own: Any = None  # what this worker tells itself of the token
-        self.steps: Generator[Wanted, Any, None] = self._steps()
+    def __init__(
+        self, modules: Sequence[Pickled], transport: Transport, place: StepDevice, held: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self.transport, self.place = transport, place
+        self.modules = [{**unpickle(each, held), TOGETHER: Together()} for each in modules]
+        for stages in self.modules:
+            for module in stages.values():
+                module.to(place.device).eval()
+        self.programs: dict[tuple[int, bool], list[Executor]] = {}
 
-    def _steps(self) -> Generator[Wanted, Any, None]:
-        of_token, of_prompt = self.generation.token, self.generation.prompt
-        for token in range(self.length):
-            self.token = token
-            graph = of_token if self.token or self.run.generate.one_token else of_prompt
-            if self.token:
-                yield from self._hear(graph.graph)
-            values = dict(self.inputs)
-            for stage in graph.graph.stages:
-                yield from self._receive(stage, values)
-                if not self.ended:
-                    with using_cache(self.cache):
-                        graph.run(stage, values)
-                self._send(stage, values)
-                if not self.ended and graph.graph.logits in stage.gives:
-                    self._choose(values[graph.graph.logits])
-            if self.ended:
-                break
-            yield None
-        self.ended = True
-        self.cache.layers.clear()
+    def add(self, add: AddGeneration) -> None:
+        """Bind the programs for a number of micro-batches."""
+        bound = [
+            BoundProgram(program, self.modules[behind], {}, self.place.device)
+            for program, behind in ((add.prompt, add.one_token), (add.token, True))
+        ]
+        self.programs[len(add.token.share), add.one_token] = [
+            Executor(each, self.transport, self.place.device, self.place.copies) for each in bound
+        ]
 
-    def _key(self, value: int, token: int) -> ValueKey:
-        return self.run.number, value, token * len(self.run.generate.rows) + self.number
 
-    def _hear(self, graph: TokenGraph) -> Generator[Wanted, Any, None]:
-        """Make the inputs for one more token. A worker that is told of tokens waits for the one before it."""
+class Together(nn.Module):
+    """Gives several values as one, or the values in such a one."""
+
+    def forward(self, *values: Any) -> Any:
+        return values if len(values) > 1 else values[0]
+
+
+class GenerateCall:
+    """One call on one worker: a run for each token. It gives each micro-batch its cache, and passes over those that have ended.
+
+    ``ended`` are the micro-batches of which that is known in this run, and ``over`` those that take no part in it any more.
+    """
+
+    def __init__(self, generation: Generation, number: int, generate: Generate, given_up: Callable[[], bool]) -> None:
+        self.generation, self.number, self.generate, self.given_up = generation, number, generate, given_up
+        self.programs = generation.programs[len(generate.rows), generate.one_token]
+        device = generation.place.device
+        self.inputs = {name: list(each.to(device).split(generate.rows)) for name, each in generate.inputs.items()}
+        self.caches = [KeyValueCache() for _ in generate.rows]
+        self.finished = [torch.zeros(rows, dtype=torch.bool, device=device) for rows in generate.rows]
+        self.chosen: list[list[torch.Tensor]] = [[] for _ in generate.rows]
+        self.given: list[Any] = [None for _ in generate.rows]  # what was chosen last, as the next run takes it
+        sampling = generate.sampling
+        self.noise = None if sampling is None else Noise(sampling.state, sum(generate.rows))
+        self.token, self.ended, self.over = 0, set[int](), set[int]()
+
+    def runs(self) -> Iterator[tuple[Executor, StepContext]]:
+        """The program and the context of each token."""
+        transport, place, chunks = self.generation.transport, self.generation.place, len(self.generate.rows)
+        for token in range(self.generate.length):
+            self.token, executor = token, self.programs[token > 0]
+            executor.run_of = f"token {token}, "
+            step = StepContext(
+                self.number, self.inputs, (1.0,) * chunks, False, transport, place, given_up=self.given_up
+            )
+            step.choose, step.earlier = self._choose, token * chunks
+            yield executor, step
+            for microbatch in self.ended:
+                self.caches[microbatch].layers.clear()
+            self.over |= self.ended
+            if len(self.over) == chunks:
+                return
+            self._grow()
+
+    def _grow(self) -> None:
+        """Make the inputs for one more token."""
+        self.ended = {at for at, each in enumerate(self.given) if isinstance(each, AllEnded)}
+        self.inputs.pop("input_ids", None)
+        self.inputs.update((name, self.given) for name in self.programs[True].bound.chosen)
         for name, given in self.inputs.items():
             if name == "attention_mask":
-                self.inputs[name] = torch.cat((given, given.new_ones(len(given), 1)), dim=1)
+                self.inputs[name] = [torch.cat((each, each.new_ones(len(each), 1)), dim=1) for each in given]
             elif name == "position_ids":
-                self.inputs[name] = given[:, -1:] + 1
-        if self.generation.index not in graph.told:
+                self.inputs[name] = [each[:, -1:] + 1 for each in given]
+
+    def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
+        """The instructions, each passed over where its micro-batch has ended."""
+        order = self.programs[self.token > 0].program.order
+        return [(self._do, (each, *bound)) for each, bound in zip(order, code, strict=True)]
+
+    def _do(self, step: StepContext, each: Instruction, handle: Handle, operands: tuple[Any, ...]) -> None:
+        microbatch: int = each.microbatch  # type: ignore[attr-defined]
+        if microbatch in self.over:
             return
-        if self.generation.index == graph.choosing:
-            told = self.own
-        else:
-            told = yield self._key(TOKEN, self.token), graph.choosing
-        self.ended = told is None
-        self.inputs["input_ids"] = told
+        ended = microbatch in self.ended
+        if isinstance(each, Receive):
+            handle(step, *operands)
+            if isinstance(step.values[own_value(each)], AllEnded):
+                self.ended.add(microbatch)
+        elif isinstance(each, Send):
+            last = ended or self.token + 1 == self.generate.length
+            if last and each.value in self.programs[True].bound.chosen:
+                return  # all know that no token follows
+            if ended:
+                step.values[own_value(each)] = AllEnded()
+            handle(step, *operands)
+        elif isinstance(each, Compute) and not ended:
+            with using_cache(self.caches[microbatch]):
+                handle(step, *operands)
+        elif not ended:
+            handle(step, *operands)
 
-    def _receive(self, stage: TokenStage, values: dict[str, Any]) -> Generator[Wanted, Any, None]:
-        for source, worker, names in stage.receives:
-            received = yield self._key(source, self.token), worker
-            if received is None:
-                self.ended = True
-            else:
-                values.update(zip(names, received, strict=True))
-
-    def _send(self, stage: TokenStage, values: dict[str, Any]) -> None:
-        for worker, names in stage.sends:
-            value = None if self.ended else tuple([values[name] for name in names])
-            self.transport.send(worker, self._key(stage.stage, self.token), value)
-
-    def _choose(self, logits: torch.Tensor) -> None:
-        """Choose the token, and tell of it those who need it."""
-        generate = self.run.generate
-        noise = self.run.noise_of(self.token, self.number, logits.shape[-1])
+    def _choose(self, microbatch: int, logits: torch.Tensor) -> Any:
+        """Choose a micro-batch's tokens. Gives what the next run takes: a column of them, or that all rows have ended."""
+        generate, finished, noise = self.generate, self.finished[microbatch], None
+        if self.noise is not None:
+            noise = self.noise.of(self.token, logits.shape[-1]).split(generate.rows)[microbatch]
         token = next_token(logits, generate.sampling, noise)
         if generate.ends:
-            token = token.masked_fill(self.finished, generate.padding)
-            self.finished |= torch.isin(token, torch.tensor(generate.ends, device=token.device))
-        self.chosen.append(token)
-        if self.token + 1 == self.length:
-            return  # all know that it is the last
-        self.own = None if self.finished.all() else token[:, None]
-        for worker in self.generation.token.graph.told:
-            if worker != self.generation.index:
-                self.transport.send(worker, self._key(TOKEN, self.token + 1), self.own)
+            token = token.masked_fill(finished, generate.padding)
+            finished |= torch.isin(token, torch.tensor(generate.ends, device=token.device))
+        self.chosen[microbatch].append(token)
+        self.given[microbatch] = AllEnded() if finished.all() else token[:, None]
+        return self.given[microbatch]
+
+    def generated(self) -> Generated | None:
+        """All tokens, if this worker chooses them."""
+        if not self.chosen[0]:
+            return None
+        tokens = tuple([torch.stack(each, dim=1).cpu() for each in self.chosen])
+        return Generated(tokens, None if self.noise is None else self.noise.generator.get_state())
+
+    def close(self) -> None:
+        """Free the keys and values."""
+        for each in self.caches:
+            each.layers.clear()

@@ -5,6 +5,7 @@
     B  backward  takes the run and the gradients of its outputs, gives the gradients of its inputs
     I  the half  as B, but the gradients of the weights are put off
     W  the half  computes those
+    C  choose    takes logits, and gives the next token of each row
     send, receive, free      move and drop values, by name and micro-batch
     send gradients, reduce, send sum, and what receives      add up the gradients of copies: gradient_sums.py
     send notes, receive notes                                of batch norms that count all replicas: step_statistics.py
@@ -200,6 +201,14 @@ def backward_of_gathered(
     give(step, gives, step.single.backward(microbatch, step.weights[microbatch]))
 
 
+def choose_tokens(
+    step: StepContext, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]
+) -> None:
+    """Choose the next token of each row, from the logits that a stage has given."""
+    assert step.choose is not None
+    give(step, gives, [step.choose(microbatch, step.values[key]) for key in takes])
+
+
 def give(step: StepContext, gives: Sequence[Key | None], gradients: Sequence[Any]) -> None:
     """Put gradients among the values."""
     for key, gradient in zip(gives, gradients, strict=True):
@@ -207,13 +216,13 @@ def give(step: StepContext, gives: Sequence[Key | None], gradients: Sequence[Any
             step.values[key] = gradient
 
 
-def send(step: StepContext, key: Key, to: int, number: int) -> None:
-    """Send a value to a worker, under its number."""
+def send(step: StepContext, key: Key, to: int, number: int, ahead: int = 0) -> None:
+    """Send a value to a worker, under its number. The value may be for a run that is so many micro-batches ``ahead``."""
     value = step.values[key]
     if step.trains and type(value) is not torch.Tensor:
         check_opaque_leaves(value)
     try:
-        step.transport.send(to, (step.number, number, key[1]), value)
+        step.transport.send(to, (step.number, number, step.earlier + ahead + key[1]), value)
     except StageError:  # of a value that was to leave the device before
         raise
     except Exception as error:
@@ -224,7 +233,7 @@ def send(step: StepContext, key: Key, to: int, number: int) -> None:
 def receive(step: StepContext, key: Key, source: int, number: int) -> None:
     """Wait for a value of a worker."""
     try:
-        step.values[key] = step.transport.receive((step.number, number, key[1]), source)
+        step.values[key] = step.transport.receive((step.number, number, step.earlier + key[1]), source)
     except (Interrupted, PeerLost, StageError):
         raise
     except Exception as error:

@@ -14,20 +14,14 @@ class Noise:
     def __init__(self, state: torch.Tensor, rows: int) -> None:
         self.generator, self.rows = torch.Generator(), rows
         self.generator.set_state(state)
-        self.drawn = 0
-        self._kept: dict[int, torch.Tensor] = {}
+        self.latest, self.drawn = torch.empty(0), 0
 
     def of(self, token: int, words: int) -> torch.Tensor:
-        """The noise for a token, counted from 0: a row for each sequence."""
-        while self.drawn <= token:
-            self._kept[self.drawn] = torch.empty(self.rows, words).exponential_(1, generator=self.generator)
+        """The noise for a token, counted from 0: a row for each sequence. It is that of the token before, or the next one."""
+        if self.drawn <= token:
+            self.latest = torch.empty(self.rows, words).exponential_(1, generator=self.generator)
             self.drawn += 1
-        return self._kept[token]
-
-    def forget_before(self, token: int) -> None:
-        """Drop the noise of earlier tokens."""
-        for earlier in [each for each in self._kept if each < token]:
-            del self._kept[earlier]
+        return self.latest
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

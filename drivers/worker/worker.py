@@ -13,11 +13,12 @@ from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
 from pippy.drivers.protocol.commands import Answer, Command, Failure
+from pippy.drivers.protocol.generation import Generate
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
 from pippy.drivers.protocol.steps import Step
 from pippy.drivers.protocol.trials import RunTrial
 from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp
-from pippy.drivers.wire.received_values import Interrupted, ValueKey
+from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun
 from pippy.drivers.worker.executor import Executor
@@ -104,13 +105,11 @@ class Worker:
         state = self.drivers.get(command.driver)
         running = state.running if state else None
         if running is not None:
-            doing += f", instruction {running.at + 1} of {len(running.order)}: {running.current()}"
-        elif state is not None and state.generating is not None:
-            doing += f", {state.generating}"
+            doing += f", {_place(running)}: {running.current()}"
         elif state is not None and state.datasets.loading:
             doing += ", loading its inputs"
         waiting = self.context.transport.waiting_for()
-        waits = f"; waits for {_awaited(state, running, waiting)}" if state and waiting else ""
+        waits = f"; waits for {_awaited(running, waiting[0])}" if waiting else ""
         return f"{doing}{waits}"
 
     def _obey(self, command: Command) -> Any:
@@ -168,8 +167,6 @@ class Worker:
         state = self.drivers.get(command.driver)
         if state is not None:
             state.running = None
-            if state.generation is not None:
-                state.generation.doing = None
             state.drop(command.number, command.number)
 
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
@@ -177,28 +174,26 @@ class Worker:
         running = state.running if state else None
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {_said(error)}"
-        if running is None or not isinstance(command.body, Step | RunTrial):
+        if running is None or not isinstance(command.body, Step | RunTrial | Generate):
             what = type(command.body).__name__
             if running is not None:
                 adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
                 what += f", {adding}{running.current()}"
-            if state and state.generating is not None:
-                what += f", {state.generating}"
             return Failure(message, text, where=what, peer=peer)
         instruction = running.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)
-        where = f"instruction {running.at + 1} of {len(running.order)}"
-        return Failure(message, text, where, str(instruction), stage, microbatch, peer)
+        return Failure(message, text, _place(running), str(instruction), stage, microbatch, peer)
 
 
-def _awaited(state: DriverState, running: Executor | ExchangeRun | None, key: ValueKey) -> str:
+def _place(running: Executor | ExchangeRun) -> str:
+    run = running.run_of if isinstance(running, Executor) else ""
+    return f"{run}instruction {running.at + 1} of {len(running.order)}"
+
+
+def _awaited(running: Executor | ExchangeRun | None, step: int) -> str:
     """What the worker waits for: of the instruction that runs, if any does."""
-    step, number, turn = key
-    if running is None:
-        return "nothing" if state.generation is None else state.generation.named(number, turn)
-    instruction = running.current()
-    if instruction.kind.gives is None:
+    if running is None or (instruction := running.current()).kind.gives is None:
         return "nothing"
     value, microbatch = instruction.kind.gives(instruction)
     of = f" of micro-batch {microbatch}" * isinstance(instruction, Receive)

@@ -170,7 +170,7 @@ def test_workers_in_other_processes():
         driver = PipelineDriver1F1B(pipe_of(model, 2), cluster)
         torch.manual_seed(0)
         assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=2, **case), expected)
-        with pytest.raises(StepError, match=r"Generate, token \d+ of micro-batch \d\n.*submod_0 failed: IndexError"):
+        with pytest.raises(StepError, match=r"F0\.\d .*, token 19, .*\n.*submod_0 failed: IndexError"):
             driver.generate(ids, max_new_tokens=30, eos_token_id=[])  # there are only 24 positions
         torch.manual_seed(0)
         assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=3, **case), expected)
@@ -201,7 +201,7 @@ def test_prompts_and_masks_of_other_kinds(threads, driver):
 
 def test_a_stage_that_fails_ends_the_call_and_the_next_one_works(threads, driver):
     ids, _ = prompts()
-    with pytest.raises(StepError, match=r"Generate, token 19 of micro-batch \d\n.*submod_0 failed: IndexError"):
+    with pytest.raises(StepError, match=r"F0\.\d .*, token 19, .*\n.*submod_0 failed: IndexError"):
         driver.generate(ids, max_new_tokens=30, chunks=3, eos_token_id=[])  # there are only 24 positions
     assert driver.generate(ids, max_new_tokens=3).shape == (ROWS, LENGTH + 3)
     assert not caches_with_keys()
@@ -218,8 +218,8 @@ class CtrlC:
     ("where", "at"),
     [
         ("pippy.drivers.generation.token_graphs.compile_traced", 2),
-        ("pippy.drivers.worker.generating.LoadedGraph.__init__", 3),
-        ("pippy.drivers.worker.generating._Chunk.__init__", 2),
+        ("pippy.drivers.worker.generating.Generation.__init__", 2),
+        ("pippy.drivers.worker.generating.GenerateCall._grow", 2),
     ],
 )
 def test_after_ctrl_c_the_next_call_gives_what_the_plain_model_gives(threads, monkeypatch, where, at):

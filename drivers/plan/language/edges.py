@@ -3,16 +3,17 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pippy.drivers.plan.language.instructions import Compute, Phase
 from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, Scanner
 
-PHASE = re.compile("[FB]")
+PHASE = re.compile("[FBC]")
 
 
 class Pass(NamedTuple):
-    """The forward ("F") or backward ("B") pass of a stage, of any micro-batch; a half backward counts as "B".
+    """The forward ("F") or backward ("B") pass of a stage, of any micro-batch, or the choice of tokens ("C") behind it. A half
+    backward counts as "B".
 
     >>> str(Pass("F", 2))
     'F2'
@@ -40,6 +41,11 @@ class Edge:
     @property
     def ends(self) -> tuple[Pass, ...]:
         return (self.source, *self.targets)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the value is for the next run. Only tokens are, which are chosen from what a run gives."""
+        return self.source.phase == "C"
 
     def __str__(self) -> str:
         return f"{self.value} {self.source} -> {' '.join(map(str, self.targets))}"
@@ -98,7 +104,7 @@ def produced_by(compute: Compute) -> Pass | None:
 
 
 def scan_pass(scanner: Scanner) -> Pass:
-    phase: Phase = "F" if scanner.take(PHASE, "a pass, F or B and a stage number") == "F" else "B"
+    phase: Any = scanner.take(PHASE, "a pass, F or B and a stage number")
     return Pass(phase, scanner.number("a stage number"))
 
 

@@ -8,6 +8,7 @@ An instruction is a small frozen value with one exact text:
 | ``B2.0``                 | its whole backward pass                                                                |
 | ``R2.0``                 | the forward pass once more, for the backward: the first one has kept its inputs only   |
 | ``I2.0``, ``W2.0``       | the halves of its backward pass: gradients of the inputs, gradients of the weights     |
+| ``C2.0``                 | choose the next token of each row, from the logits that stage 2 has given                |
 | ``send x.0 to 3``        | put value ``x`` of micro-batch 0 into the channel to worker 3, and go on               |
 | ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
@@ -24,7 +25,7 @@ Outside of a step, workers run programs with other sends and receives (exchange_
 to 3`` passes on parameters that a divided optimizer has updated here, and ``send state of worker 1 to 2`` a copy of what worker
 1 holds, from which it can go on.
 
-A worker does not wait for a send, unless a channel is full.
+A worker does not wait for a send, unless a channel is full. What is chosen is for the next run: see `Program`.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,9 +51,10 @@ class Op(StrEnum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    CHOOSE = "C"
 
 
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "C"]
 MicrobatchValue = tuple[str, int]  # a value and its micro-batch
 ValueOf = Callable[[Any], MicrobatchValue]  # of an instruction
 WorkerOf = Callable[[Any], int]  # of an instruction
@@ -400,6 +402,14 @@ KINDS: dict[InstructionKey, Kind] = {
         excludes=(Op.BACKWARD,),
         live=-1,
         cost=lambda costs: costs("backward_weight") or (),
+    ),
+    Op.CHOOSE: Kind(
+        Form("C{stage}.{microbatch}"),
+        meaning="choose tokens",
+        colour="#d1bc93",
+        after=(Op.FORWARD,),
+        phase="C",
+        cost=lambda costs: [0 for _ in costs("forward") or ()],
     ),
     SendGradients: Kind(
         Form("send gradients of {sum} to {to}"),

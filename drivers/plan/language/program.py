@@ -17,6 +17,7 @@ from pippy.drivers.plan.language.shares import shares
 
 TITLE = "pippy program 1"
 INDENT = "  "
+CONTINUES = "continues"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Program(Drawn):
     With ``replicas``, ``placement`` is that of the first, and those of the others follow it, each on as many workers. Each
     replica computes its share of the micro-batches. ``notes`` lists the stages with batch norms that count the micro-batches
     of all replicas: the replicas tell one another what these have noted.
+
+    A program that makes tokens chooses them (C) for the next run: an edge from a C goes there. With ``continues``, it takes
+    what the run before has chosen; without, it is the first run.
 
     >>> from pippy.drivers.plan import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=2)
@@ -54,6 +58,7 @@ class Program(Drawn):
     checkpoints: tuple[Checkpoints, ...] = ()
     replicas: int = 1
     notes: tuple[int, ...] = ()
+    continues: bool = False
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
@@ -164,6 +169,8 @@ class Program(Drawn):
         yield from (f"replicated {copies}" for copies in self.replicated)
         if self.notes:
             yield f"notes {' '.join(map(str, self.notes))}"
+        if self.continues:
+            yield CONTINUES
         yield f"communication {'explicit' if self.lowered else 'implied'}"
 
     @property
@@ -201,6 +208,11 @@ class Program(Drawn):
     def flow(self) -> tuple[Edge, ...]:
         """The edges between the stages, those of a chain included."""
         return chain(self.stages, set(self.backward)) if self.edges is None else self.edges
+
+    @cached_property
+    def going_on(self) -> frozenset[str]:
+        """The values that are for the next run."""
+        return frozenset(edge.value for edge in self.flow if edge.goes_on)
 
     @cached_property
     def sums(self) -> tuple[GradientSum, ...]:

@@ -8,7 +8,7 @@ from pippy.drivers.plan.language.edges import Edge, scan_edge, scan_replicated
 from pippy.drivers.plan.language.errors import ParseError, require
 from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.plan.language.program import INDENT, TITLE, Program
+from pippy.drivers.plan.language.program import CONTINUES, INDENT, TITLE, Program
 from pippy.drivers.plan.language.scanner import SCHEDULE, Scanner
 
 
@@ -81,6 +81,9 @@ class ProgramParser:
             replicated.append(scan_replicated(scanner))
             self.finish(scanner, stages, replicated[-1].stages)
         notes = self.notes(stages, replicas)
+        continues = self.upcoming(CONTINUES)
+        if continues:
+            self.field(CONTINUES).end()
         lowered = self.lowered()
         orders = tuple(self.order(worker) for worker in range(workers))
         if len(self.rest) > 1:
@@ -98,6 +101,7 @@ class ProgramParser:
             checkpoints,
             replicas,
             notes,
+            continues,
         )
 
     def upcoming(self, word: str) -> bool:

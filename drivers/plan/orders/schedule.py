@@ -6,7 +6,7 @@ from itertools import chain
 
 from pippy.drivers.plan.language.instructions import Compute, Op
 
-F, R, B, I, W = Op  # noqa: E741 - as the papers call them
+F, R, B, I, W, C = Op  # noqa: E741 - as the papers call them
 
 
 @dataclass(frozen=True)

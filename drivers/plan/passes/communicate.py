@@ -7,7 +7,7 @@ same order:
 
 A value is sent as soon as it is made, once to each worker that needs it. It is received right before its first use, or before
 that of a value that is sent after it, because channels deliver in order. It is freed right after its last use. A stage itself
-keeps what it needs of its inputs for its backward.
+keeps what it needs of its inputs for its backward. What is for the next run waits in a channel of its own.
 
 Gradients that another worker adds up leave right after the last backward that brings some, so that they are under way while the
 pipeline drains. After its own computations, a worker adds up what it owns, one sum after another, and then takes the sums of
@@ -103,6 +103,9 @@ class Communication:
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
             for edge in edges.get(done, ()) if done else ():
+                if edge.goes_on:
+                    self.add_to_next_run(worker, index, edge, chunk)
+                    continue
                 last = index
                 for local, targets in self.targets[edge.value]:
                     to = first + local
@@ -116,6 +119,21 @@ class Communication:
                     self.channels[worker, to].append(transfer)
                     self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
+
+    def add_to_next_run(self, worker: int, index: int, edge: Edge, chunk: int) -> None:
+        """Send what is for the next run. If this run continues another, take what that has sent, right before its first use."""
+        keeps = False
+        for to, targets in self.targets[edge.value]:
+            uses = [self.places[target, chunk][1] for target in targets]
+            keeps = keeps or to == worker
+            if to != worker:
+                self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
+                if self.program.continues:
+                    self.due[to].append((min(uses), RECEIVE, Receive(edge.value, chunk, worker)))
+            if self.program.continues:
+                self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
+        if not keeps:
+            self.due[worker].append((index, FREE, Free(edge.value, chunk)))
 
     def add_receives(self, worker: int, channel: Sequence[Transfer]) -> None:
         """Receive in the order of sending: each value before its first use, and before those that are sent after it."""

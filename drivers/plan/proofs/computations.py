@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
+from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
@@ -37,6 +38,9 @@ def where_else(program: Program, worker: int, compute: Compute) -> str | None:
     if home != worker:
         where = f" for micro-batch {compute.microbatch}" * (program.replicas > 1)
         return f"stage {compute.stage} is on worker {home}{where}"
+    if compute.op == Op.CHOOSE:
+        chosen = any(edge.source == Pass("C", compute.stage) for edge in program.flow)
+        return None if chosen else "the program has no edge from it"
     if compute.op != Op.FORWARD and compute.stage not in program.backward:
         return f"stage {compute.stage} has no backward"
     return None
@@ -70,6 +74,7 @@ def check_complete(program: Program, done: Done, faults: Faults) -> None:
 
 def missing_passes(program: Program, stage: int, chunk: int, backward: bool, done: Done) -> list[Op]:
     wanted = [Op.FORWARD, *([Op.RECOMPUTE] if (stage, chunk) in program.checkpointed else [])]
+    wanted += [Op.CHOOSE for edge in program.flow if edge.source == Pass("C", stage)]
     if backward and (Op.BACKWARD, stage, chunk) not in done:
         halves = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
         wanted += halves if any((half, stage, chunk) in done for half in halves) else [Op.BACKWARD]

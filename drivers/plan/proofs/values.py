@@ -1,6 +1,6 @@
 """Checks a lowered program worker by worker: each value is there when it is used, and is freed at the end."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
 from pippy.drivers.plan.language.instructions import (
@@ -37,10 +37,19 @@ class WorkerValues:
         self.gone: set[MicrobatchValue] = set()
         self.made: dict[Pass, list[str]] = defaultdict(list)
         self.used: dict[Pass, list[str]] = defaultdict(list)
+        self.left: set[MicrobatchValue] = set()  # what this worker keeps for its own next run
+        self.unsent: Counter[tuple[MicrobatchValue, int]] = Counter()  # what it has to send to the next run of others
         for edge in program.flow:
             self.made[edge.source].append(edge.value)
-            for target in edge.targets:
+            for target in edge.targets if program.continues or not edge.goes_on else ():
                 self.used[target].append(edge.value)
+            if edge.goes_on and self.ends[edge.value][0] == worker:
+                values = [(edge.value, chunk) for chunk in range(program.chunks)]
+                self.unsent.update((value, to) for value in values for to in self.ends[edge.value][1])
+                if any(program.beside(worker, target.stage) == worker for target in edge.targets):
+                    self.left.update(values)
+        if program.continues:
+            self.held |= self.left
 
     def check(self, frees: bool) -> None:
         """Walk through the worker's order; ``frees`` says whether the program frees its values at all."""
@@ -48,8 +57,14 @@ class WorkerValues:
             for problem in self.step(instruction):
                 self.faults.at(self.worker, index, problem)
         if frees:
-            for value, chunk in sorted(self.held):
+            for value, chunk in sorted(self.held - self.left):
                 self.faults.at_end(self.worker, f"{value}.{chunk} is never freed")
+        for value, chunk in sorted(self.left - self.held):
+            self.faults.at_end(self.worker, f"{value}.{chunk} is not here for the next run")
+        for ((value, chunk), to), missing in sorted(self.unsent.items()):
+            if missing:
+                how = "never sent" if missing > 0 else "sent twice"
+                self.faults.at_end(self.worker, f"{value}.{chunk}, for the next run, is {how} to worker {to}")
 
     def step(self, instruction: Instruction) -> list[str]:
         if isinstance(instruction, Compute):
@@ -62,8 +77,12 @@ class WorkerValues:
             held = kind.takes(instruction)
             wrong = self.wrong_way(held, self.worker, kind.sends_to(instruction)) if kind.sends_to else []
             problems = wrong or self.absent(held)
+            if kind.sends_to and held[0] in self.program.going_on:
+                self.unsent[held, kind.sends_to(instruction)] -= 1
         if kind.gives:
             held = kind.gives(instruction)
+            if held[0] in self.program.going_on and not self.program.continues:
+                return [*problems, f"no run before has chosen {held[0]}.{held[1]}"]
             wrong = self.wrong_way(held, kind.receives_from(instruction), self.worker) if kind.receives_from else []
             problems = problems + (wrong or self.arrive(held))
         if kind.drops:

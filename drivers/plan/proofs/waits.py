@@ -5,7 +5,7 @@ from itertools import product
 
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.exchange_program import ExchangeProgram
-from pippy.drivers.plan.language.instructions import KINDS, Compute
+from pippy.drivers.plan.language.instructions import KINDS, Compute, Receive, Send
 from pippy.drivers.plan.language.program import Program
 
 Location = tuple[int, int]  # a worker and an index into its order
@@ -34,7 +34,7 @@ def implied_waits(program: Program) -> Waits:
     places = production(program)
     inputs: dict[Pass, list[Pass]] = defaultdict(list)
     for edge in program.flow:
-        for target in edge.targets:
+        for target in () if edge.goes_on else edge.targets:
             inputs[target].append(edge.source)
     waits: Waits = {}
     for (done, chunk), location in places.items():
@@ -47,6 +47,8 @@ def implied_waits(program: Program) -> Waits:
 class Transfers:
     """What a lowered program sends into each channel, and what it receives from it, in order.
 
+    What is for the next run is not among it: that waits for nothing in this one.
+
     >>> from pippy.drivers.plan import add_communication, make_schedule
     >>> Transfers(add_communication(make_schedule("forward_only", workers=2, chunks=1))).sent[0, 1]
     [(('activation_0', 0), 1)]
@@ -55,9 +57,12 @@ class Transfers:
     def __init__(self, program: Program | ExchangeProgram) -> None:
         self.sent: dict[Channel, ChannelOrder] = defaultdict(list)
         self.received: dict[Channel, ChannelOrder] = defaultdict(list)
+        going_on = program.going_on if isinstance(program, Program) else frozenset[str]()
         for worker, order in enumerate(program.orders):
             for index, instruction in enumerate(order):
                 kind = instruction.kind
+                if isinstance(instruction, Send | Receive) and instruction.value in going_on:
+                    continue
                 if kind.sends_to and kind.takes:
                     self.sent[worker, kind.sends_to(instruction)].append((kind.takes(instruction), index))
                 elif kind.receives_from and kind.gives:
