@@ -230,12 +230,8 @@ class PipelineDriverBase(ModelOnWorkers):
         >>> pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": torch.ones(2, 3).long()})
         >>> with cluster(2, threads=1) as workers:
         ...     prompt, token = PipelineDriver1F1B(pipe, workers).generation_programs(chunks=1)
-        >>> print(*token.orders[0], sep="\n")
-        receive token.0 from 1
-        F0.0
-        send values_of_0_for_1.0 to 1
-        free values_of_0_for_1.0
-        free token.0
+        >>> [str(each) for each in token.orders[0][:3]]
+        ['receive token.0 from 1', 'F0.0', 'send values_of_0_for_1.0 to 1']
         """
         check_chunks(chunks, None)
         return self._generation.programs(chunks)
