@@ -77,6 +77,7 @@ class GenerateCall:
         sampling = generate.sampling
         self.noise = None if sampling is None else Noise(sampling.state, sum(generate.rows))
         self.token, self.ended, self.over = 0, set[int](), set[int]()
+        self.code: dict[bool, Sequence[Bound]] = {}
 
     def runs(self) -> Iterator[tuple[Executor, StepContext]]:
         """The program and the context of each token."""
@@ -109,8 +110,11 @@ class GenerateCall:
 
     def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
         """The instructions, each passed over where its micro-batch has ended."""
-        order = self.programs[self.token > 0].program.order
-        return [(self._do, (each, *bound)) for each, bound in zip(order, code, strict=True)]
+        behind = self.token > 0
+        if behind not in self.code:
+            order = self.programs[behind].program.order
+            self.code[behind] = [(self._do, (each, *bound)) for each, bound in zip(order, code, strict=True)]
+        return self.code[behind]
 
     def _do(self, step: StepContext, each: Instruction, handle: Handle, operands: tuple[Any, ...]) -> None:
         microbatch: int = each.microbatch  # type: ignore[attr-defined]

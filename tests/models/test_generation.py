@@ -14,6 +14,7 @@ import torch
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
 from pippy.drivers.protocol.generation import Sampling
+from pippy.drivers.worker import generating
 from pippy.drivers.worker.next_token import probabilities
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
@@ -149,6 +150,23 @@ def test_each_value_crosses_once_and_the_controller_sends_one_message(threads, d
     assert [now - then for now, then in zip(threads.session.counts, posted, strict=True)] == [1, 1, 0, 0]
     assert not caches_with_keys()
     assert not first.received.values and not second.received.values
+
+
+def test_a_worker_says_which_token_it_waits_for(threads, driver, monkeypatch):
+    first, inner, said = threads.engine.workers[0], generating.next_token, []
+
+    def noting(*arguments):
+        while not re.search("receive.* waits for token|waits for a command", line := first.dump()):
+            pass
+        said.append(line.partition(", token ")[2])
+        return inner(*arguments)
+
+    monkeypatch.setattr(generating, "next_token", noting)
+    driver.generate(prompts()[0], max_new_tokens=3, chunks=1, eos_token_id=[])
+    text = (
+        r"{}, instruction 1 of 5: receive token\.0 from 1; waits for token of micro-batch 0 of step \d+, from worker 1"
+    )
+    assert re.fullmatch(text.format(1), said[0]) and re.fullmatch(text.format(2), said[1])
 
 
 def test_a_chunk_that_has_ended_sends_nothing_more(threads, driver):

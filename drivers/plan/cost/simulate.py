@@ -105,7 +105,7 @@ class Simulator:
     """The time on every worker and in every channel while a lowered program runs."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.costs = costs.resolve(program)
+        self.costs, self.from_before = costs.resolve(program), program.going_on
         self.now: list[Number] = [0] * program.workers
         self.spans: list[list[Span]] = [[] for _ in program.orders]
         self.waited: list[dict[int, Number]] = [
@@ -141,7 +141,7 @@ class Simulator:
         self.arrivals[key, to] = self.free_at[channel] + self.costs.latency.get(value, 0)
 
     def receive(self, worker: int, key: MicrobatchValue, source: int) -> None:
-        arrival = self.arrivals[key, worker]
+        arrival = 0 if key[0] in self.from_before else self.arrivals[key, worker]
         if arrival > self.now[worker]:
             if self.spans[worker]:  # else it is fill
                 self.waiting[worker][source] += arrival - self.now[worker]

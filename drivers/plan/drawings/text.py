@@ -1,7 +1,7 @@
 """Draws a timeline as a grid of text, one line a worker, as papers draw schedules.
 
 Time runs to the right in steps of one column. A pass begins with its name (``F3`` or, if its worker holds several
-stages, ``F5.3``: stage 5, micro-batch 3) and goes on with dashes; dots are idle.
+stages, ``F5.3``: stage 5, micro-batch 3) and goes on with dashes; dots are idle. What takes no time is left out.
 """
 
 from collections.abc import Sequence
@@ -47,6 +47,8 @@ def worker_row(spans: Sequence[Span], makespan: float | Fraction, step: Fraction
     cells = ["."] * max(1, round(makespan / step))
     several = len({span.compute.stage for span in spans}) > 1
     for span in spans:
+        if makespan and not span.duration:
+            continue  # it would hide the pass before it, or behind it
         start = min(round(span.start / step), len(cells) - 1)
         end = max(round(span.end / step), start + 1)
         cells[start:end] = ["--"] * (end - start)

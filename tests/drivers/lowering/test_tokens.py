@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, pipeline
-from pippy.drivers.plan import add_communication, make_schedule, parse_program, validate
+from pippy.drivers.plan import add_communication, make_schedule, parse_program, render_text, simulate, validate
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.instructions import Op, Receive, Send
 from tests.drivers.thread_cluster import thread_cluster
@@ -176,6 +176,14 @@ def test_a_circular_wait_is_found(threads):
         late = [back, *(each for each in first if each != back)]
         with pytest.raises(ProgramError, match=rf"circular wait:\n.*worker 0 at {back} waits for worker 1"):
             validate(program.with_orders([late, program.orders[1]]))
+
+
+def test_the_programs_are_simulated_as_those_of_other_forwards(programs):
+    """To choose takes no time, and what the run before has chosen is there."""
+    for program in programs:
+        plain = make_schedule("forward_only", workers=2, chunks=2, placement=program.placement)
+        assert simulate(program).makespan == simulate(plain).makespan
+        assert render_text(program) == render_text(plain)
 
 
 def test_nothing_is_chosen_without_an_edge():
