@@ -42,42 +42,42 @@ def parts_come_first(cls: type[Module]) -> type[Module]:
     return cls
 
 
-def put_model_parts(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
+def put_model_parts(pipe: nn.Module, model: nn.Module, called: Collection[int]) -> None:
     """Put the parts of ``model`` into ``pipe``.
 
-    ``whole`` has the ids of the modules that stages call: these are put there themselves. Modules that were traced
+    ``called`` has the ids of the modules that stages call: these are put there themselves. Modules that were traced
     through become plain containers.
     """
-    _fill(pipe, model, whole, {})
+    _fill(pipe, model, called, {})
 
 
-def _fill(holder: nn.Module, theirs: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> None:
+def _fill(holder: nn.Module, module: nn.Module, called: Collection[int], containers: dict[int, nn.Module]) -> None:
     # add_module would refuse a name that the Pipe has as an attribute.
-    holder._parameters.update(theirs._parameters)
-    holder._buffers.update(theirs._buffers)
-    holder._non_persistent_buffers_set |= theirs._non_persistent_buffers_set
-    for name, child in theirs._modules.items():
+    holder._parameters.update(module._parameters)
+    holder._buffers.update(module._buffers)
+    holder._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    for name, child in module._modules.items():
         if child is not None:
-            holder._modules[name] = _part(child, whole, made)
+            holder._modules[name] = _part(child, called, containers)
 
 
-def _part(child: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> nn.Module:
-    if id(child) in whole or isinstance(child, torch.jit.ScriptModule):
+def _part(child: nn.Module, called: Collection[int], containers: dict[int, nn.Module]) -> nn.Module:
+    if id(child) in called or isinstance(child, torch.jit.ScriptModule):
         return child
-    if id(child) not in made:  # a module with two names is one module here too
-        container = made[id(child)] = nn.Module()
+    if id(child) not in containers:  # a module with two names is one module here too
+        container = containers[id(child)] = nn.Module()
         container.training = child.training
-        _fill(container, child, whole, made)
-    return made[id(child)]
+        _fill(container, child, called, containers)
+    return containers[id(child)]
 
 
 def put_loss_parameters(pipe: nn.Module, compiled: Compiled) -> None:
     """Add the parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
     shared = {group.get(LOSS) for group in compiled.replicated_params}
-    own = [(name, parameter) for name, parameter in compiled.stage(LOSS).named_parameters() if name not in shared]
-    if own and LOSS not in pipe._modules:
+    of_loss = [(name, parameter) for name, parameter in compiled.stage(LOSS).named_parameters() if name not in shared]
+    if of_loss and LOSS not in pipe._modules:
         pipe._modules[LOSS] = holder = nn.Module()
-        for name, parameter in own:
+        for name, parameter in of_loss:
             install(holder, name, parameter, holder)
 
 

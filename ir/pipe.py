@@ -273,13 +273,13 @@ def compiled_of(pipe: Pipe) -> Compiled:
 
 def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the example that a Pipe was made with, the target included; its tensors have no numbers."""
-    found: Example | None = pipe.__dict__.get(_EXAMPLE)
-    if found is None:
+    example: Example | None = pipe.__dict__.get(_EXAMPLE)
+    if example is None:
         raise InputError(
             "this Pipe was made without an example, so the sizes of its inputs are not known; give the arguments of a call, as "
             "in driver.memory(4, x, target). Tensors of the meta device are enough: torch.empty(32, 8, device='meta')"
         )
-    return found.args, found.kwargs
+    return example.args, example.kwargs
 
 
 def pipe_of(model: nn.Module, request: Request) -> Pipe:

@@ -110,9 +110,9 @@ class _Reference:
     def _run_backward(self, node: fx.Node) -> Any:
         call = node.kwargs["stage_output"]
         assert isinstance(call, fx.Node)
-        given = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
+        output_grads = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
         run = self.runs.pop(call)
-        gradients = run_backward(str(call.target), self.compiled.stage(str(call.target)), run, given)
+        gradients = run_backward(str(call.target), self.compiled.stage(str(call.target)), run, output_grads)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
             if value.op == "placeholder":
                 before = self.input_gradients.get(value.name)

@@ -49,9 +49,9 @@ def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], st
 
 def _tensors(pipe: nn.Module, compiled: Compiled) -> dict[str, list[torch.Tensor]]:
     """The tensors of a state dict, by the user's names: for each, the model's own tensor and its copies."""
-    names, found = compiled.qualnames, {}
+    names, copies = compiled.qualnames, {}
     for name, tensor in pipe.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             places = names.places.get(names.canonical.get(name, ""), ())
-            found[name] = [tensor, *(get_tensor(compiled.split_gm, place) for place in places[1:])]
-    return found
+            copies[name] = [tensor, *(get_tensor(compiled.split_gm, place) for place in places[1:])]
+    return copies

@@ -38,11 +38,11 @@ class TrainingFlags:
         """Note all modules that there are. Their flags become those of ``model``, or else of ``pipe``."""
         root = pipe if model is None else model
         self._flags = {path: module.training for path, module in root.named_modules(remove_duplicate=False)}
-        found: dict[str, dict[int, nn.Module]] = {path: {} for path in self._flags}
+        by_path: dict[str, dict[int, nn.Module]] = {path: {} for path in self._flags}
         for path, module in _all_modules(pipe, compiled, model):
-            if path in found:
-                found[path][id(module)] = module
-        several = {path: modules for path, modules in found.items() if len(modules) > 1}
+            if path in by_path:
+                by_path[path][id(module)] = module
+        several = {path: modules for path, modules in by_path.items() if len(modules) > 1}
         self._members = [(path, weakref.ref(each)) for path, modules in several.items() for each in modules.values()]
         self._set_all()
 

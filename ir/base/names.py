@@ -142,10 +142,10 @@ def place(names: Qualnames, model: nn.Module, stages: Mapping[str, nn.Module]) -
             if name is not None and name not in seen:
                 seen.add(name)
                 places.setdefault(name, []).append(f"{stage}.{local}")
-    names.places = {name: tuple(found) for name, found in places.items()}
+    names.places = {name: tuple(qualnames) for name, qualnames in places.items()}
     tensors = {name: tensor for name, tensor in named_state(model) if names.canonical[name] == name}
     names.unused = {name: tensor for name, tensor in tensors.items() if name not in places}
-    for found in places.values():
-        if len(found) > 1:
-            for stage, _, local in (each.partition(".") for each in found):
+    for qualnames in places.values():
+        if len(qualnames) > 1:
+            for stage, _, local in (each.partition(".") for each in qualnames):
                 names.read_by_several[stage] = (*names.read_by_several.get(stage, ()), local)

@@ -107,21 +107,21 @@ def effect_of(operation: Callable[..., Any] | str, args: Sequence[Any], kwargs: 
         return Effect(changed, args[:1] if changed or operator in ("getitem", "pos") else [])
     if operation is getattr:
         return Effect([], [] if args[1] in _SHAPE_ATTRIBUTES else args[:1])
-    given = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     if not isinstance(operation, str):
         if operation in _NORMS:
             bound = _bind(operation, args, kwargs)
             updates = bound.get("training") or bound.get("use_input_stats")
             return Effect([bound.get("running_mean"), bound.get("running_var")] if updates is not False else [])
         if _bind(operation, args, kwargs).get("inplace") is True:
-            return Effect(given[:1], given[:1])
+            return Effect(arguments[:1], arguments[:1])
     name, module = name_of(operation), getattr(operation, "__module__", None) or ""
     overloads = _overloads(name if isinstance(operation, MethodDescriptorType) else operation)
     if overloads:
         return _effect_of_schemas(name, args, kwargs, overloads)
     if module.partition(".")[0] == "torch":
-        changed = changed_by_name(operation, given)
-        return Effect([*changed, kwargs.get("out")], given if name in _VIEWS_WITHOUT_SCHEMA else changed)
+        changed = changed_by_name(operation, arguments)
+        return Effect([*changed, kwargs.get("out")], arguments if name in _VIEWS_WITHOUT_SCHEMA else changed)
     return Effect() if module in ("builtins", "math") else None
 
 
@@ -217,9 +217,9 @@ def _effect_of_schemas(
 def _bound(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
     yield from zip((each for each in overload if not each.kwarg_only), args)
     for name, value in kwargs.items():
-        found = next((each for each in overload if each.name == name), None)
-        if found is not None:
-            yield found, value
+        argument = next((each for each in overload if each.name == name), None)
+        if argument is not None:
+            yield argument, value
         elif name in ("input", "tensor"):  # what Python calls the argument that a schema calls self
             yield overload[0], value
 

@@ -18,8 +18,8 @@ def place_words(usage: str, words: Iterable[str]) -> None:
             _calls[word].append(shown)
 
 
-def hint(word: str, own: Collection[str]) -> str:
-    """The advice for a word that a call with the words ``own`` does not take; empty if there is none.
+def hint(word: str, accepted: Collection[str]) -> str:
+    """The advice for a word that a call with the words ``accepted`` does not take; empty if there is none.
 
     >>> place_words("sew(pieces, x)", ["pieces", "buttonholes"])
     >>> hint("pieces", ["x"]), hint("butonholes", ["x"])
@@ -29,29 +29,31 @@ def hint(word: str, own: Collection[str]) -> str:
     """
     if word in _calls:
         return f"it belongs to {' or '.join(_calls[word][:2])}"
-    near = near_names(word, own, most=2, cutoff=0.6)
+    near = near_names(word, accepted, most=2, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(f'{each}=' for each in near)}?"
     far = near_names(word, _calls, most=1, cutoff=0.75)
     return f"did you mean {far[0]}=, as in {_calls[far[0]][0]}?" if far else ""
 
 
-def hints(words: Iterable[str], own: Collection[str]) -> str:
+def hints(words: Iterable[str], accepted: Collection[str]) -> str:
     """The hints for several words, each with its word if there are more."""
-    found = {word: hint(word, own) for word in words}
-    told = [f"{word}=: {text}" if len(found) > 1 else text for word, text in found.items() if text]
+    by_word = {word: hint(word, accepted) for word in words}
+    told = [f"{word}=: {text}" if len(by_word) > 1 else text for word, text in by_word.items() if text]
     return "; ".join(told)
 
 
-def refuse_words(call: str, given: Mapping[str, object], own: Collection[str], unless_known: bool = False) -> None:
+def refuse_words(
+    call: str, keywords: Mapping[str, object], accepted: Collection[str], unless_known: bool = False
+) -> None:
     """Raise if a call gets words that are not its own. With ``unless_known``, only for words with a hint.
 
     >>> refuse_words("make", {"sise": 3}, ["size"])
     Traceback (most recent call last):
     pippy.ir.base.errors.InputError: make() takes no sise=; did you mean size=?
     """
-    unknown = [word for word in given if word not in own]
-    told = hints(unknown, own)
+    unknown = [word for word in keywords if word not in accepted]
+    told = hints(unknown, accepted)
     if unknown and (told or not unless_known):
         words = ", ".join(f"{word}=" for word in unknown)
-        raise InputError(f"{call}() takes no {words}; {told or 'it takes ' + ', '.join(some(own, most=30))}")
+        raise InputError(f"{call}() takes no {words}; {told or 'it takes ' + ', '.join(some(accepted, most=30))}")

@@ -56,8 +56,8 @@ def placing_words(
 
 def words_of(*calls: Callable[..., Any]) -> set[str]:
     """The words that calls take by name, but for ``self``."""
-    found = [each for call in calls for each in inspect.signature(call).parameters.values()]
-    return {each.name for each in found if each.kind not in (*_VARIABLE, each.POSITIONAL_ONLY)} - {"self"}
+    parameters = [each for call in calls for each in inspect.signature(call).parameters.values()]
+    return {each.name for each in parameters if each.kind not in (*_VARIABLE, each.POSITIONAL_ONLY)} - {"self"}
 
 
 def takes_any(call: Callable[..., Any]) -> bool:
@@ -66,18 +66,18 @@ def takes_any(call: Callable[..., Any]) -> bool:
 
 
 def check_words(
-    call: str, given: dict[str, Any], callee: Callable[..., Any], own: Collection[str] = (), filled: str = ""
+    call: str, keywords: dict[str, Any], callee: Callable[..., Any], accepted: Collection[str] = (), filled: str = ""
 ) -> None:
     """Raise if words that are passed on to ``callee`` are not taken by it, or are ``filled`` by the call already.
 
-    ``own`` are the words of the call itself.
+    ``accepted`` are the words of the call itself.
     """
     try:
         known = None if takes_any(callee) else words_of(callee)
     except (TypeError, ValueError):  # what is written in C may have no signature
         known = None
     if known is not None:
-        refuse_words(call, given, [*own, *sorted(known - {filled})])
+        refuse_words(call, keywords, [*accepted, *sorted(known - {filled})])
 
 
 def _told(function: Any, label: str, usage: str, more: Iterable[str] = ()) -> Any:
@@ -105,13 +105,15 @@ def _unfit(signature: inspect.Signature, label: str, usage: str, args: Any, kwar
         return None
     except TypeError:
         pass
-    own = [each.name for each in signature.parameters.values() if each.kind not in _VARIABLE and each.name != "self"]
+    parameters = [
+        each.name for each in signature.parameters.values() if each.kind not in _VARIABLE and each.name != "self"
+    ]
     any_word = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     try:
-        refuse_words(label, {} if any_word else kwargs, [each for each in own if not each.startswith("_")])
+        refuse_words(label, {} if any_word else kwargs, [each for each in parameters if not each.startswith("_")])
     except InputError as error:
         return error
-    written = usage or f"{label}({', '.join(own)})"
+    written = usage or f"{label}({', '.join(parameters)})"
     return InputError(f"{label}(): {misfits(signature, args, kwargs)}; it is called as {written}")
 
 
@@ -125,14 +127,14 @@ def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[s
     kinds = {each.kind for each in parameters}
     by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    given = {each.name for each in by_position[: len(args)]} | {*kwargs}
+    passed = {each.name for each in by_position[: len(args)]} | {*kwargs}
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [each.name for each in parameters if each.default is each.empty and each.kind not in stars]
     unknown = [] if stars[1] in kinds else [name for name in kwargs if name not in named]
     twice = [each.name for each in by_position[: len(args)] if each.name in kwargs]
     return "; ".join(
         [
-            *_listed("missing a required argument: {}", "missing required arguments: {}", required, given),
+            *_listed("missing a required argument: {}", "missing required arguments: {}", required, passed),
             *_listed("got an unexpected keyword argument {}", "got unexpected keyword arguments {}", unknown),
             *_listed("multiple values for argument {}", "multiple values for arguments {}", twice),
             *["too many positional arguments"] * (len(args) > len(by_position) and stars[0] not in kinds),

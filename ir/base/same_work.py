@@ -86,12 +86,12 @@ def _called(target: Callable[..., Any] | str | nn.Module) -> Hashable:
 def _module_key(module: nn.Module) -> Hashable:
     if not type(module).__module__.startswith("torch.nn.modules.") or any(vars(module).get(name) for name in _HOOKS):
         raise _NoKey
-    own = (
+    attributes = (
         (name, _key(value))
         for name, value in vars(module).items()
         if name not in _OF_STATE_DICTS and name not in _HOOKS
     )
-    return type(module), tuple(own)
+    return type(module), tuple(attributes)
 
 
 def _key(value: Any) -> Hashable:

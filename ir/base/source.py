@@ -62,14 +62,14 @@ def of_frame(frame: FrameType | None) -> SourceLine | None:
 
 def of_traceback(traceback: TracebackType | None, below: str) -> SourceLine | None:
     """The user's innermost line in a traceback, of the frames that the function named ``below`` called."""
-    found, entered = None, False
+    line, entered = None, False
     while traceback is not None:
         code = traceback.tb_frame.f_code
         entered = entered or (code.co_name == below and not is_users(code.co_filename))
         if entered and is_users(code.co_filename):
-            found = SourceLine(code.co_filename, traceback.tb_lineno, code.co_name)
+            line = SourceLine(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
-    return found
+    return line
 
 
 def is_called_by_pippy() -> bool:

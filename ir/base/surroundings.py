@@ -151,8 +151,8 @@ def global_hooks() -> list[str]:
     hooks = {name: getattr(_module, f"_global_{kind}_hooks").values() for kind, name in kinds.items()}
     return [
         f"register_module_{name}_hook"
-        for name, own in hooks.items()
-        if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in own)
+        for name, registered in hooks.items()
+        if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in registered)
     ]
 
 

@@ -28,14 +28,14 @@ def convert_deferred_batch_norm(model: nn.Module) -> nn.Module:
       (2): ReLU()
     )
     """
-    found = {path: each for path, each in model.named_modules() if isinstance(each, _BatchNorm)}
-    refused = [f"{path!r}: {reason}" for path, each in found.items() if (reason := _reason_against(each))]
+    norms = {path: each for path, each in model.named_modules() if isinstance(each, _BatchNorm)}
+    refused = [f"{path!r}: {reason}" for path, each in norms.items() if (reason := _reason_against(each))]
     if refused:
         raise BatchNormError(
             "batch norms that cannot be converted:\n  " + "\n  ".join(refused) + "\nNothing was converted. What to do "
             "without: convert the other parts of the model one by one, convert_deferred_batch_norm(model.part)"
         )
-    for each in found.values():
+    for each in norms.values():
         if type(each) in _CONVERTED:
             each.replaced = type(each)  # type: ignore[assignment]
             each.__class__ = DeferredBatchNorm

@@ -73,12 +73,12 @@ def note(norm: DeferredBatchNorm, input: torch.Tensor, microbatch: int, turn: in
     """
     like = norm.running_mean
     assert like is not None
-    given = like.dtype not in _NARROW
-    if given:
+    is_wide = like.dtype not in _NARROW
+    if is_wide:
         mean, variance = torch.zeros_like(like), torch.zeros_like(like)
     else:
         others = [dim for dim in range(input.dim()) if dim != 1]
         with torch.no_grad():
             variance, mean = torch.var_mean(input.detach().float(), others, correction=1)
     norm.noted = (*norm.noted, Noted(microbatch, turn, input.numel() // max(1, input.shape[1]), mean, variance))
-    return (mean, variance) if given else (None, None)
+    return (mean, variance) if is_wide else (None, None)

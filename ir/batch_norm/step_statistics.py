@@ -40,8 +40,8 @@ class StepStatistics:
 
     def __init__(self, stages: Mapping[str, nn.Module], constant: Mapping[str, Sequence[str]]) -> None:
         self.stages, self.constant = stages, constant
-        found = [each for stage in stages.values() for each in stage.modules() if isinstance(each, DeferredBatchNorm)]
-        self.norms = list(dict.fromkeys(found))
+        norms = [each for stage in stages.values() for each in stage.modules() if isinstance(each, DeferredBatchNorm)]
+        self.norms = list(dict.fromkeys(norms))
         self.microbatch = 0
         self._others: list[Sequence[Notes]] = []  # what the norms of other workers have noted in this step
         self._turns = count()
@@ -120,10 +120,10 @@ _REASON = "a DeferredBatchNorm notes the statistics of each micro-batch, which i
 def _calls(norm: DeferredBatchNorm) -> Iterator[tuple[DeferredBatchNorm, list[Noted]]]:
     """The calls of a norm in forward, each with what it saw of all micro-batches, in their order."""
     by_microbatch: dict[int, list[Noted]] = {}
-    for each in sorted(norm.noted, key=lambda each: (each.microbatch, each.turn)):
-        by_microbatch.setdefault(each.microbatch, []).append(each)
+    for noted in sorted(norm.noted, key=lambda each: (each.microbatch, each.turn)):
+        by_microbatch.setdefault(noted.microbatch, []).append(noted)
     for call in range(max(map(len, by_microbatch.values()), default=0)):
-        yield norm, [noted[call] for noted in by_microbatch.values() if call < len(noted)]
+        yield norm, [turns[call] for turns in by_microbatch.values() if call < len(turns)]
 
 
 def _statistics(norm: DeferredBatchNorm) -> list[torch.Tensor]:

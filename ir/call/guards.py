@@ -120,15 +120,17 @@ class Guards:
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the inputs of a micro-batch, by their names, differ in something that is fixed."""
         self.asked.check(values)
-        for name, whole in self.kinds.items():
-            for path, kind, tensor in whole.tensors(values[name], name) if _has_sizes(whole) else ():
+        for name, argument in self.kinds.items():
+            for path, kind, tensor in argument.tensors(values[name], name) if _has_sizes(argument) else ():
                 for dim, size in enumerate(kind.sizes):
                     if size is not None and size != tensor.shape[dim]:
                         raise InputError(differs(f"{path}.size({dim})", str(tensor.shape[dim]), str(size), self.remedy))
         for condition in self.conditions:
             if not condition.holds(values):
-                given = ", ".join(f"{name} is {describe(values[name])}" for name in condition.names)
-                raise InputError(f"the program was exported for {condition}, and {given}.\nWhat to do: {self.remedy}")
+                arguments = ", ".join(f"{name} is {describe(values[name])}" for name in condition.names)
+                raise InputError(
+                    f"the program was exported for {condition}, and {arguments}.\nWhat to do: {self.remedy}"
+                )
 
 
 def differs(path: str, found: str, fixed: str, remedy: str = OF_AN_EXAMPLE) -> str:

@@ -24,16 +24,16 @@ class InputChecks:
 
     def inputs(self) -> list[str]:
         """The names of the inputs that are checked."""
-        steps, found = {name for name, *_ in self.steps}, dict[str, None]()
+        steps, names = {name for name, *_ in self.steps}, dict[str, None]()
 
         def note(argument: Any) -> Any:
             if isinstance(argument, ValueReference) and argument not in steps:
-                found[str(argument)] = None
+                names[str(argument)] = None
             return argument
 
         for _, _, args, kwargs in self.steps:
             fx.node.map_aggregate((args, kwargs), note)
-        return list(found)
+        return list(names)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the inputs, by their names, are others than forward was traced for."""

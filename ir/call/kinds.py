@@ -97,19 +97,19 @@ class ContainerKind:
         if type(value) is not self.of_class:
             yield KindDifference(path, describe(value), str(self))
             return
-        found = items_by_path(value)
-        for way, kind in self.parts.items():
-            if way in found:
-                yield from differences(kind, found[way], path + way)
+        items = items_by_path(value)
+        for step, kind in self.parts.items():
+            if step in items:
+                yield from differences(kind, items[step], path + step)
             else:
-                yield KindDifference(path + way, "not there", str(kind))
-        for way in found.keys() - self.parts.keys():
-            yield KindDifference(path + way, describe(found[way]), "not there")
+                yield KindDifference(path + step, "not there", str(kind))
+        for step in items.keys() - self.parts.keys():
+            yield KindDifference(path + step, describe(items[step]), "not there")
 
     def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
-        found = items_by_path(value)
-        for way, kind in self.parts.items():
-            yield from kind.tensors(found[way], path + way)
+        items = items_by_path(value)
+        for step, kind in self.parts.items():
+            yield from kind.tensors(items[step], path + step)
 
 
 ArgumentKind = TensorKind | ConstantKind | ContainerKind
@@ -154,7 +154,7 @@ def kind_of(
     if children(value) is None:
         return of_constant(value)
     return ContainerKind(
-        type(value), {way: kind_of(part, of_tensor, of_constant) for way, part in items_by_path(value).items()}
+        type(value), {step: kind_of(part, of_tensor, of_constant) for step, part in items_by_path(value).items()}
     )
 
 
@@ -176,10 +176,10 @@ def leaves_by_path(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> leaves_by_path({"x": 1, "batch": {"ids": (2, 3)}})
     {'x': 1, "batch['ids'][0]": 2, "batch['ids'][1]": 3}
     """
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for path, value in values.items():
         if children(value) is None:
-            found[path] = value
+            by_path[path] = value
         else:
-            found.update(leaves_by_path({path + way: part for way, part in items_by_path(value).items()}))
-    return found
+            by_path.update(leaves_by_path({path + step: part for step, part in items_by_path(value).items()}))
+    return by_path

@@ -60,11 +60,11 @@ def compare_rows(first: Any, second: Any, rows: int, more: int, counted: bool) -
     >>> compare_rows([torch.ones(2, 4), torch.ones(4)], [torch.ones(2, 5), torch.ones(4)], 4, 5, counted=False)
     (RowDim(dim=1, counted=False), UNSURE)
     """
-    ours, theirs = items_of(first), items_of(second)
-    if ours is not None:
-        if theirs is None or len(ours) != len(theirs):
+    first_items, second_items = items_of(first), items_of(second)
+    if first_items is not None:
+        if second_items is None or len(first_items) != len(second_items):
             return UNSURE
-        return tuple(compare_rows(*pair, rows, more, counted) for pair in zip(ours, theirs))
+        return tuple(compare_rows(*pair, rows, more, counted) for pair in zip(first_items, second_items))
     if isinstance(first, torch.Tensor):
         return _compare_shapes(first, second, rows, more, counted) if isinstance(second, torch.Tensor) else UNSURE
     if type(first) is int and type(second) is int and first != second:
@@ -90,12 +90,12 @@ def items_of(value: Any) -> Sequence[Any] | None:
     return tuple(value) if isinstance(value, torch.Size) else children(value)
 
 
-def dims_of(found: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
+def dims_of(dependence: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
     """For each leaf of the value the dimension of its rows; None if it has none."""
-    if isinstance(found, tuple) and children(value) is not None:
-        for each, item in zip(found, children(value) or ()):
+    if isinstance(dependence, tuple) and children(value) is not None:
+        for each, item in zip(dependence, children(value) or ()):
             yield from dims_of(each, item)
-    elif found is UNSURE:
+    elif dependence is UNSURE:
         yield from (UNSURE for _ in leaves(value))
     else:
-        yield found if isinstance(found, RowDim) else None
+        yield dependence if isinstance(dependence, RowDim) else None

@@ -44,13 +44,15 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [describe(value) for value in args] + [f"{name}={describe(value)}" for name, value in kwargs.items()]
+        arguments = [describe(value) for value in args] + [
+            f"{name}={describe(value)}" for name, value in kwargs.items()
+        ]
         what = misfits(signature, args, kwargs) or str(error)
         unknown = [name for name in kwargs if name not in signature.parameters]
         hinted = hints(unknown, [*signature.parameters, *([pipe.target_name] if pipe.target_name else [])])
         what += f" ({hinted})" * bool(hinted)
         raise InputError(
-            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(some(given))})"
+            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(some(arguments))})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
             + _in_the_example(unknown if pipe.guards.kinds and not hinted else [])
         ) from None
@@ -73,10 +75,10 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 def _check_unpacked(pipe: ModelCall, arguments: Mapping[str, Any]) -> None:
     """Refuse a dict of all arguments, as a tokenizer gives, in the place of one argument."""
     for name, kind in pipe.guards.kinds.items():
-        given = arguments.get(name)
-        if isinstance(given, Mapping) and name in given and any(kind.differences(given, name)):
+        value = arguments.get(name)
+        if isinstance(value, Mapping) and name in value and any(kind.differences(value, name)):
             raise InputError(
-                f"{name!r} is a {type(given).__name__} with {', '.join(some(map(repr, given)))}, and these are arguments "
+                f"{name!r} is a {type(value).__name__} with {', '.join(some(map(repr, value)))}, and these are arguments "
                 "themselves; unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
             )
 
@@ -108,12 +110,12 @@ def _missing_values(pipe: ModelCall, arguments: Mapping[str, Any]) -> Iterator[s
 
 def _other_constants(pipe: ModelCall, arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, fixed in pipe.concrete_args.items():
-        given = arguments.get(name, fixed)
-        if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
+        value = arguments.get(name, fixed)
+        if value is not fixed and not (isinstance(value, (bool, int, float, str)) and value == fixed):
             left_out = _is_own_default(pipe, name) or (bool(pipe.guards.kinds) and fixed is None)
             traced = f"without {name}" if _is_own_default(pipe, name) else f"with {name}={fixed!r}"
             again = _in_the_example([name]) if left_out else "; trace it again to run it with another value"
-            yield f"{name!r} is {describe(given)}, but the model was traced {traced}{again}"
+            yield f"{name!r} is {describe(value)}, but the model was traced {traced}{again}"
 
 
 def _is_own_default(pipe: ModelCall, name: str) -> bool:

@@ -68,14 +68,14 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
 
     ``changed`` has ids of tensors that some module was seen to change when it ran, which no graph shows.
     """
-    found = _Constraints(traced, spec, changed)
+    search = _Constraints(traced, spec, changed)
     every = [
-        *found.of_buffers_that_modules_change(),
-        *found.of_tensors_changed_in_place(),
-        *found.of_tensors_that_share_memory(),
-        *found.of_tensors_that_only_travel(),
-        *found.of_values_changed_in_place(),
-        *found.of_checkpointed_parts(),
+        *search.of_buffers_that_modules_change(),
+        *search.of_tensors_changed_in_place(),
+        *search.of_tensors_that_share_memory(),
+        *search.of_tensors_that_only_travel(),
+        *search.of_values_changed_in_place(),
+        *search.of_checkpointed_parts(),
     ]
     return [each for each in every if each.first < each.last]
 
@@ -163,7 +163,7 @@ class _Constraints:
             callers: dict[str, set[int]] = {}
             for index in uses.by_leaf:
                 callers.setdefault(str(self.nodes[index].target), set()).add(stages[index])
-            path = next((path for path, found in callers.items() if len(found) > 1), None)
+            path = next((path for path, calling in callers.items() if len(calling) > 1), None)
             if path is None:
                 return SharedParameterError(
                     f"{uses.name!r} is changed by a module at each call, and {_users(uses, stages)} use it: their copies "
@@ -207,14 +207,14 @@ class _Constraints:
             if stage_of(mutation.root) == here:
                 return None
             foreign = [value for value in family if stage_of(value) != here]
-            given = [value for value in foreign if value.op != "get_attr" and here in map(stage_of, value.users)]
+            received = [value for value in foreign if value.op != "get_attr" and here in map(stage_of, value.users)]
             later = [
                 user
                 for value in foreign
                 for user in value.users
                 if user.op == "output" or (user in self.number and stages[self.number[user]] > here)
             ]
-            if len(given) < 2 and all(user is mutation.node for user in later):
+            if len(received) < 2 and all(user is mutation.node for user in later):
                 return None
             return SplitError(
                 f"{stage_name(here)} changes {mutation.target.name!r} in place, which another stage made and more than this "

@@ -51,21 +51,21 @@ def _uses_by_operation(traced: Traced) -> Mapping[int, list[TensorUses]]:
 
 def _next_holder(compiled: Compiled, uses: TensorUses, at: int, now: int) -> int | None:
     """The first stage from ``now`` on that has a tensor; None if any stage may compute the operation with number ``at``."""
-    found = sorted(holders(compiled, uses.name))
-    later = [stage for stage in found if stage >= now]
+    holding = sorted(holders(compiled, uses.name))
+    later = [stage for stage in holding if stage >= now]
     if later:
         return later[0]
-    if not found or at not in uses.by_leaf:
+    if not holding or at not in uses.by_leaf:
         return None  # no stage has it, so that it goes along; or it travels as a value, from the stage that has it
     raise GenerationError(
-        f"the model cannot generate as it is cut: it uses {uses.name!r} of stage {found[-1]} after stage {now}, but "
+        f"the model cannot generate as it is cut: it uses {uses.name!r} of stage {holding[-1]} after stage {now}, but "
         "in training it uses it before; cut the Pipe between the layers of the model"
     )
 
 
 def held_tensors(cut: Compiled, stages: list[int], compiled: Compiled) -> dict[int, tuple[str, str]]:
     """Where ``compiled`` has each tensor of the model that a stage of ``cut`` uses: by its id, its stage and its name there."""
-    found: dict[int, tuple[str, str]] = {}
+    places: dict[int, tuple[str, str]] = {}
     for index, (_, module) in enumerate(cut.stages()):
         named = {
             **dict(module.named_parameters(remove_duplicate=False)),
@@ -75,11 +75,11 @@ def held_tensors(cut: Compiled, stages: list[int], compiled: Compiled) -> dict[i
             user_name = cut.remap_qualname(f"submod_{index}.{local}")
             there = holders(compiled, user_name)
             if stages[index] in there:
-                found[id(tensor)] = f"submod_{stages[index]}", there[stages[index]]
+                places[id(tensor)] = f"submod_{stages[index]}", there[stages[index]]
             elif there:
                 raise GenerationError(
                     f"the model cannot generate as it is cut: stage {stages[index]} of the Pipe needs "
                     f"{user_name!r}, which only stage {', '.join(map(str, there))} has; cut the Pipe between the "
                     "layers of the model"
                 )
-    return found
+    return places

@@ -55,14 +55,14 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
 def travelling_parameters(traced: Traced, spec: MultiUseParamSpec = None) -> Iterator[tuple[list[int], torch.Tensor]]:
     """The operations that use a parameter, for each that goes from the first of them to the others if these are cut apart."""
     config = config_by_tensor(traced.model, spec)
-    for key, each in uses_of_tensors(traced).items():
+    for key, uses in uses_of_tensors(traced).items():
         if (
-            each.by_name
-            and not each.by_leaf
-            and each.tensor.requires_grad
+            uses.by_name
+            and not uses.by_leaf
+            and uses.tensor.requires_grad
             and not is_to_replicate(config.get(key), spec)
         ):
-            yield each.all, each.tensor
+            yield uses.all, uses.tensor
 
 
 def inside_lists(traced: Traced) -> list[int]:
@@ -97,12 +97,12 @@ def scopes(traced: Traced) -> dict[tuple[str, str], tuple[Any, list[int]]]:
 
     A module that was called twice is there twice. A module comes before the modules inside it.
     """
-    found: dict[tuple[str, str], tuple[Any, list[int]]] = {}
+    calls: dict[tuple[str, str], tuple[Any, list[int]]] = {}
     for index, node in enumerate(operations(traced)):
         stack = dict(MODULE_CALLS.of(node) or {})
         if node.op == "call_module" and not stack:
             module = traced.attributes[str(node.target)]
             stack = {f"{node.target}@{node.name}": (str(node.target), type(module))}
         for call, (path, kind) in stack.items():
-            found.setdefault((call, path), (kind, []))[1].append(index)
-    return found
+            calls.setdefault((call, path), (kind, []))[1].append(index)
+    return calls

@@ -61,11 +61,11 @@ def _is_no_tensor(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
 
 
 def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> Effect:
-    given = [*node.args, *node.kwargs.values()]
+    arguments = [*node.args, *node.kwargs.values()]
     if is_begin(node) or is_end(node):
-        return Effect([], given[1:] if is_end(node) else [])
+        return Effect([], arguments[1:] if is_end(node) else [])
     if node.op == "call_module":
-        return _of_module(attributes[str(node.target)], given, attributes)
+        return _of_module(attributes[str(node.target)], arguments, attributes)
     if node.op not in ("call_method", "call_function"):
         return Effect()
     if isinstance(node.target, TransformedFunction):
@@ -73,8 +73,8 @@ def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> Effect:
     known = effect_of(node.target, node.args, node.kwargs)
     if known is not None:
         return known
-    shared = [each for each in _nodes(given) if node.op == "call_method" or not _is_parameter(each, attributes)]
-    return Effect(changed_by_name(node.target, given), shared)
+    shared = [each for each in _nodes(arguments) if node.op == "call_method" or not _is_parameter(each, attributes)]
+    return Effect(changed_by_name(node.target, arguments), shared)
 
 
 def _of_module(module: nn.Module, given: list[Any], attributes: Mapping[str, Any]) -> Effect:
@@ -99,10 +99,10 @@ def _changed_by_transformed(function: TransformedFunction, args: Sequence[Any]) 
     """The arguments that the graph of a transformed function changes in place: all that it is mapped over, or captured ones."""
     graph = function.module.graph
     changed = {change.root for change in find_mutations(graph, {})[0]}
-    given, captured = args[:2], args[2]
+    passed, captured = args[:2], args[2]
     inputs = graph.find_nodes(op="placeholder")
     return [
-        given if at < len(function.places) else captured[at - len(function.places)]
+        passed if at < len(function.places) else captured[at - len(function.places)]
         for at, node in enumerate(inputs)
         if node in changed
     ]

@@ -144,28 +144,28 @@ class _StageGraph:
             self.grad_mode = around  # not a node of the part, which what follows cannot use
         if DRAWS.is_at(node):
             self._seed(*DRAWS.of(node))
-        made = self.graph.node_copy(node, self._value)
-        copy_place(made, node)
+        copied = self.graph.node_copy(node, self._value)
+        copy_place(copied, node)
         if NAMED_DEVICE.is_at(node):
-            self._follow_device(made, NAMED_DEVICE.of(node))
+            self._follow_device(copied, NAMED_DEVICE.of(node))
         if node.op == "call_module":
             self.targets[str(node.target)] = None
-            made.target = local_name(str(node.target))
-        self.values[node] = made
+            copied.target = local_name(str(node.target))
+        self.values[node] = copied
 
     def _seed(self, name: str, pythons: bool) -> None:
         self.graph.call_function(seed_draws, (self.draw_key, name), {"pythons": True} if pythons else {})
 
-    def _follow_device(self, made: fx.Node, named: torch.device) -> None:
+    def _follow_device(self, node: fx.Node, named: torch.device) -> None:
         """In place of the device where the model was traced, give an operation that of the stage's tensors."""
         if self.device is None:
             tensor = next((here for value, here in self.values.items() if IS_TENSOR.of(value)), None)
             if tensor is None:
                 return
-            with self.graph.inserting_before(made):
+            with self.graph.inserting_before(node):
                 self.device = self.graph.call_function(getattr, (tensor, "device"))
-        arguments = made.args, made.kwargs
-        made.args, made.kwargs = fx.node.map_aggregate(arguments, lambda each: self.device if each == named else each)
+        arguments = node.args, node.kwargs
+        node.args, node.kwargs = fx.node.map_aggregate(arguments, lambda each: self.device if each == named else each)
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
@@ -175,9 +175,9 @@ class _StageGraph:
     def _attribute(self, node: fx.Node) -> fx.Node:
         if node not in self.values:
             self.targets[str(node.target)] = None
-            made = self.graph.create_node("get_attr", local_name(str(node.target)), name=node.name)
-            copy_place(made, node)
-            self.values[node] = made
+            attribute = self.graph.create_node("get_attr", local_name(str(node.target)), name=node.name)
+            copy_place(attribute, node)
+            self.values[node] = attribute
             if node in self.stage.copied:
                 self.values[node] = self._own_copy(node)
         return self.values[node]

@@ -45,17 +45,17 @@ def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:
     """Which operations use each parameter and buffer, in the order of the model; keys are ids of the tensors."""
     number = {node: index for index, node in enumerate(operations(traced))}
     tensors = {id(tensor): tensor for _, tensor in named_state(traced.model)}
-    found = {key: TensorUses(name, tensors[key]) for key, name in first_names(traced.model).items()}
+    uses = {key: TensorUses(name, tensors[key]) for key, name in first_names(traced.model).items()}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             tensor = traced.attributes[str(node.target)]
             if isinstance(tensor, torch.Tensor):  # not a training flag, of which each stage has its own
                 users = [number[user] for user in node.users if user in number]
-                found.setdefault(id(tensor), TensorUses(str(node.target), tensor)).by_name.extend(users)
+                uses.setdefault(id(tensor), TensorUses(str(node.target), tensor)).by_name.extend(users)
         elif node.op == "call_module":
             for name, tensor in _state(traced.attributes[str(node.target)]):
-                found.setdefault(id(tensor), TensorUses(f"{node.target}.{name}", tensor)).by_leaf.append(number[node])
-    return found
+                uses.setdefault(id(tensor), TensorUses(f"{node.target}.{name}", tensor)).by_leaf.append(number[node])
+    return uses
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

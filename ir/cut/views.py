@@ -39,31 +39,33 @@ def connect_views(traced: Traced) -> None:
 
 def _families(traced: Traced) -> Iterator[list[fx.Node]]:
     """The nodes that get tensors of one memory."""
-    found: dict[int, list[fx.Node]] = {}
+    families: dict[int, list[fx.Node]] = {}
     for node in traced.graph.find_nodes(op="get_attr"):
         memory = memory_of(traced.attributes[str(node.target)])
         if memory is not None:
-            found.setdefault(memory, []).append(node)
-    yield from found.values()
+            families.setdefault(memory, []).append(node)
+    yield from families.values()
 
 
 def _connect(traced: Traced, family: list[fx.Node], change: fx.Node) -> None:
     tensors = {str(node.target): traced.attributes[str(node.target)] for node in family}
     state = {name for name, _ in named_state(traced.model)}
-    whole = min((name for name in tensors if _is_whole(tensors[name])), key=lambda name: name not in state, default="")
+    base_name = min(
+        (name for name in tensors if _is_whole(tensors[name])), key=lambda name: name not in state, default=""
+    )
     kinds = {(tensor.dtype, tensor.is_conj(), tensor.is_neg()) for tensor in tensors.values()}
-    if len(kinds) > 1 or (not whole and any(tensor.requires_grad for tensor in tensors.values())):
+    if len(kinds) > 1 or (not base_name and any(tensor.requires_grad for tensor in tensors.values())):
         if any(map(is_constant, family)):
             raise TracingError(
                 "forward() changes a constant in place through another kind of view, which cannot be recorded:\n"
                 f"{excerpt_of(change)}\nWhat to do: make the constant with the changed numbers, or keep it in a buffer"
             )
         return  # they share their memory in a stage, too; to cut them apart is refused by a constraint
-    if not whole:
-        whole = _put_whole(traced, next(iter(tensors.items())))
+    if not base_name:
+        base_name = _put_whole(traced, next(iter(tensors.items())))
     for node in family:
-        if node.target != whole and node.target not in state:
-            _make_view(traced.graph, node, whole, tensors[str(node.target)])
+        if node.target != base_name and node.target not in state:
+            _make_view(traced.graph, node, base_name, tensors[str(node.target)])
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -77,16 +79,16 @@ def _put_whole(traced: Traced, part: tuple[str, torch.Tensor]) -> str:
     """Add a tensor of all the memory that ``part`` is of. By its name it is a constant if that is one."""
     name, tensor = part
     storage = tensor.untyped_storage()
-    whole = f"{name}_whole"
-    traced.attributes[whole] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+    base_name = f"{name}_whole"
+    traced.attributes[base_name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, 0, (storage.nbytes() // tensor.itemsize,), (1,)
     )
-    return whole
+    return base_name
 
 
-def _make_view(graph: fx.Graph, node: fx.Node, whole: str, tensor: torch.Tensor) -> None:
+def _make_view(graph: fx.Graph, node: fx.Node, base_name: str, tensor: torch.Tensor) -> None:
     with graph.inserting_before(node):
-        base = graph.create_node("get_attr", whole)
+        base = graph.create_node("get_attr", base_name)
         view = graph.call_function(torch.as_strided, (base, *_geometry(tensor)))
     copy_notes(base, node)
     copy_notes(view, node)

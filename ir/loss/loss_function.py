@@ -97,14 +97,14 @@ def _with_own_parameters(compiled: Compiled, module: nn.Module) -> nn.Module:
     shared = {id(tensor): name for name, tensor in module.named_parameters() if id(tensor) in held}
     if not shared:
         return module
-    own = copy.deepcopy(
+    loss = copy.deepcopy(
         module, {id(tensor): tensor for name, tensor in named_state(module) if id(tensor) not in shared}
     )
-    copies = dict(named_state(own))
+    copies = dict(named_state(loss))
     for key, name in shared.items():
         assert copies[name] is not None
         _record_copy(compiled, *held[key], name)
-    return own
+    return loss
 
 
 def _record_copy(compiled: Compiled, stage: str, local: str, name: str) -> None:

@@ -74,10 +74,10 @@ class _Search:
 
     def loss(self) -> Loss:
         output = _returned(self.compiled)
-        found = self._marked(output, self.whole_spec)
-        if len(found) != 1:
-            raise self._error(f"marks {len(found)} values as the loss; mark exactly one of {_shape(output)}")
-        value, rest = found[0]
+        marked = self._marked(output, self.whole_spec)
+        if len(marked) != 1:
+            raise self._error(f"marks {len(marked)} values as the loss; mark exactly one of {_shape(output)}")
+        value, rest = marked[0]
         if not isinstance(value, fx.Node) or value.op == "placeholder":
             raise self._error(f"marks {value!r} as the loss, which no stage computes")
         return Loss(value.name, SEED if rest is True else self._inner_seed(value, rest))
@@ -96,9 +96,9 @@ class _Search:
         if isinstance(spec, (str, int)):
             spec = self._in_full(output, spec)
         if isinstance(spec, Mapping) and isinstance(output, Mapping) and set(spec) == set(output):
-            return [found for key in output for found in self._marked(output[key], spec[key])]
+            return [marked for key in output for marked in self._marked(output[key], spec[key])]
         if _is_sequence(spec) and _is_sequence(output) and len(spec) == len(output):
-            return [found for item, its in zip(output, spec) for found in self._marked(item, its)]
+            return [marked for item, item_spec in zip(output, spec) for marked in self._marked(item, item_spec)]
         raise self._error(f"does not have the shape of what the model returns, {_shape(output)}")
 
     def _node(self, output: Any) -> fx.Node:
@@ -172,18 +172,18 @@ def _field_flags(names: list[Any], spec: Any) -> list[Any]:
 
 def _fields(compiled: Compiled, value: fx.Node) -> dict[str, Any]:
     """The fields of a value and what they hold, if a stage makes it by a call of its class; else none."""
-    made = _maker(compiled, value)
-    if made is None or not isinstance(made.target, type):
+    maker = _maker(compiled, value)
+    if maker is None or not isinstance(maker.target, type):
         return {}
-    if dataclasses.is_dataclass(made.target):
-        names = [field.name for field in dataclasses.fields(made.target)]
-    elif hasattr(made.target, "_fields"):
-        names = list(made.target._fields)
+    if dataclasses.is_dataclass(maker.target):
+        names = [field.name for field in dataclasses.fields(maker.target)]
+    elif hasattr(maker.target, "_fields"):
+        names = list(maker.target._fields)
     else:
-        return dict(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else {}
-    given = inspect.signature(made.target).bind_partial(*made.args, **made.kwargs)
-    given.apply_defaults()
-    return {name: given.arguments.get(name, ...) for name in names}  # a class may fill a field itself
+        return dict(maker.args[0]) if maker.args and isinstance(maker.args[0], Mapping) else {}
+    bound = inspect.signature(maker.target).bind_partial(*maker.args, **maker.kwargs)
+    bound.apply_defaults()
+    return {name: bound.arguments.get(name, ...) for name in names}  # a class may fill a field itself
 
 
 def _maker(compiled: Compiled, value: fx.Node) -> fx.Node | None:

@@ -52,12 +52,12 @@ class ModuleHooks:
 
     def again(self) -> "ModuleHooks":
         """What was noted, with the hooks that modules have now which stages call as a whole."""
-        found = ModuleHooks()
+        hooks = ModuleHooks()
         for path, reference, whole, before in self._noted:
             module = reference()
             if module is not None:
-                found._noted.append((path, reference, whole, _hooks(module) if whole else before))
-        return found
+                hooks._noted.append((path, reference, whole, _hooks(module) if whole else before))
+        return hooks
 
     def check(self, pipe: nn.Module | None = None) -> None:
         """Raise if some hooks have changed that would not be followed. A ``pipe`` that runs in this process calls its own, and
@@ -89,12 +89,12 @@ def _hooks(module: nn.Module) -> _Hooks:
 
 def _called_whole(compiled: Compiled) -> dict[str, list[nn.Module]]:
     """By the path in the user's model, the modules of stages that are called as a whole, or are inside of one."""
-    found: dict[str, list[nn.Module]] = {}
+    modules: dict[str, list[nn.Module]] = {}
     for name, stage in compiled.stages():
         for target in dict.fromkeys(_targets(stage)):
             for path, module in stage.get_submodule(target).named_modules(prefix=target, remove_duplicate=False):
-                found.setdefault(compiled.remap_qualname(f"{name}.{path}"), []).append(module)
-    return found
+                modules.setdefault(compiled.remap_qualname(f"{name}.{path}"), []).append(module)
+    return modules
 
 
 def _targets(stage: nn.Module) -> Iterator[str]:

@@ -68,10 +68,10 @@ def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     for node in nodes:
         last_reader[node] = node
         last_reader.update(dict.fromkeys(values_read(node), node))
-    found: dict[fx.Node, list[fx.Node]] = {}
+    freed: dict[fx.Node, list[fx.Node]] = {}
     for value, reader in last_reader.items():
-        found.setdefault(reader, []).append(value)
-    return found
+        freed.setdefault(reader, []).append(value)
+    return freed
 
 
 def walk(

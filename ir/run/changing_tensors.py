@@ -38,10 +38,10 @@ def apart_from(memory: frozenset[int], value: Any) -> Any:
 
 def changed_since(module: nn.Module, error: Exception) -> str | None:
     """What to do if a backward failed because a tensor that it needs has changed; None if it failed otherwise."""
-    found = _OTHER_VERSION.search(str(error))
-    if found is None:
+    match = _OTHER_VERSION.search(str(error))
+    if match is None:
         return None
-    shape, version = found.groups()
+    shape, version = match.groups()
     names = [
         f"{name!r}{owner}"
         for name, owner, tensor in _named(module)

@@ -58,8 +58,8 @@ class BeginPart:
 def _is_same(function: Any, other: Any) -> bool:
     """Whether two functions do the same. A lambda in forward is another function in each call."""
     if isinstance(function, functools.partial) and isinstance(other, functools.partial):
-        given = (function.args, function.keywords) == (other.args, other.keywords)
-        return given and _is_same(function.func, other.func)
+        same_arguments = (function.args, function.keywords) == (other.args, other.keywords)
+        return same_arguments and _is_same(function.func, other.func)
     if isinstance(function, FunctionType) and isinstance(other, FunctionType):
         return _parts(function) == _parts(other)
     return function == other
@@ -82,14 +82,14 @@ def is_end(node: fx.Node) -> bool:
 
 def results_of_parts(graph: fx.Graph) -> dict[fx.Node, Any]:
     """The nodes that stand for what reentrant parts return, and what that is inside: the value of `end_part`, or its items."""
-    found: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = {}
     for end in graph.find_nodes(op="call_function", target=end_part):
         for result in end.args[1:]:
             if isinstance(result, tuple):
-                found.update({each: result[each.args[1]] for each in end.users if each.target is operator.getitem})
+                results.update({each: result[each.args[1]] for each in end.users if each.target is operator.getitem})
             else:
-                found[end] = result
-    return found
+                results[end] = result
+    return results
 
 
 @dataclass(frozen=True)

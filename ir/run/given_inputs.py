@@ -23,14 +23,14 @@ _IN_TORCH = ("torch", "_operator", "operator", "builtins", "math")
 
 def snapshot_of_inputs(inputs: Sequence[Any], seen: NamedInputs) -> Snapshot[tuple[str, int]]:
     """The tensors in these inputs of a stage, before it runs."""
-    found = {}
+    named_tensors = {}
     for index, name in seen:
         value = inputs[index]
         if type(value) is torch.Tensor:  # nearly always: it is done for each computation
-            found[name, 0] = value
+            named_tensors[name, 0] = value
         else:
-            found.update({(name, at): tensor for at, tensor in enumerate(tensors(value))})
-    return Snapshot(found)
+            named_tensors.update({(name, at): tensor for at, tensor in enumerate(tensors(value))})
+    return Snapshot(named_tensors)
 
 
 def check_inputs(before: Snapshot[tuple[str, int]], stage: str, module: nn.Module) -> None:

@@ -99,8 +99,8 @@ def deep_copy(model: Model) -> Model:
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(model, memo)
     modules: Any = (model,) if isinstance(model, nn.Module) else model
-    found = {id(each): each for module in modules if isinstance(module, nn.Module) for each in module.parameters()}
-    for key, parameter in found.items():
+    parameters = {id(each): each for module in modules if isinstance(module, nn.Module) for each in module.parameters()}
+    for key, parameter in parameters.items():
         hooks = copy.deepcopy(GradientHooks.of(parameter), memo)
         hooks.put_on(memo[key])
     return copied

@@ -127,9 +127,9 @@ def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, place in flat:
-        found = target.resolve() if isinstance(target, _Named) else target
+        resolved = target.resolve() if isinstance(target, _Named) else target
         args, kwargs = fx.node.map_aggregate((args, kwargs), partial(_resolved, nodes))
-        node = graph.create_node(op, found, args, kwargs, name)
+        node = graph.create_node(op, resolved, args, kwargs, name)
         put_place(node, place)
         nodes[name] = node
     return graph
@@ -180,12 +180,12 @@ def install(module: nn.Module, name: str, value: Any, original: nn.Module, persi
     The modules on the path to it are made as plain `nn.Module`s, with the training flags that they have in ``original``.
     """
     *path, leaf = local_name(name).split(".")
-    holder, theirs = module, original
+    holder, users_holder = module, original
     for step, atom in zip(name.split("."), path):
-        theirs = getattr(theirs, step, theirs)
+        users_holder = getattr(users_holder, step, users_holder)
         if atom not in holder._modules:
             holder.add_module(atom, nn.Module())
-            holder._modules[atom].training = theirs.training  # type: ignore[union-attr]
+            holder._modules[atom].training = users_holder.training  # type: ignore[union-attr]
         holder = holder._modules[atom]  # type: ignore[assignment]
     _assign(holder, leaf, value, persistent)
 

@@ -67,10 +67,10 @@ class _Writer:
             written = _CALLED.search("".join(self.lines[self.order[part.begin]]))
             assert written is not None
             options.append(f"context_fn={written[1]}.context_fn")
-        made = [part.end] if part.is_reentrant else part.outputs()
+        results = [part.end] if part.is_reentrant else part.outputs()
         arguments = ", ".join([str(part.begin), *map(str, part.inputs), *options])
         free = " = ".join([str(part.begin), *map(str, self._last_used_in(part)), "None"])
-        yield f"{f'{_names(made)} = ' if made else ''}torch.utils.checkpoint.checkpoint({arguments});  {free}\n"
+        yield f"{f'{_names(results)} = ' if results else ''}torch.utils.checkpoint.checkpoint({arguments});  {free}\n"
 
     def _last_used_in(self, part: Part) -> Iterator[fx.Node]:
         given = dict.fromkeys([*part.begin.all_input_nodes, *part.captured()])

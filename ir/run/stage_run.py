@@ -120,9 +120,9 @@ def _failing_node(module: fx.GraphModule, traceback: TracebackType | None) -> fx
     """The node whose line of generated code the traceback passes through: the innermost, in a checkpointed part."""
     lines = getattr(module, "_lineno_map", None) or {}
     nodes = list(module.graph.nodes)
-    found = None
+    index = None
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == type(module).forward.__code__.co_filename:
-            found = lines.get(traceback.tb_lineno - getattr(module, "_prologue_start", 0))
+            index = lines.get(traceback.tb_lineno - getattr(module, "_prologue_start", 0))
         traceback = traceback.tb_next
-    return nodes[found] if found is not None else None
+    return nodes[index] if index is not None else None

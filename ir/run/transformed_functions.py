@@ -38,15 +38,15 @@ def call_transformed(
 class TransformedFunction:
     """A call by `call_transformed`, whose function is ``graph``.
 
-    ``given`` is what the function is given, with a number for each leaf; the leaves at ``places`` are the first inputs of the
-    graph. Its others are what was captured.
+    ``arguments`` is what the function is given, with a number for each leaf. The leaves at ``places`` are the first
+    inputs of the graph. Its others are what was captured.
     """
 
     def __init__(
-        self, transform: str, options: Mapping[str, Any], graph: fx.Graph, given: Any, places: Sequence[int]
+        self, transform: str, options: Mapping[str, Any], graph: fx.Graph, arguments: Any, places: Sequence[int]
     ) -> None:
-        self.transform, self.options, self.given, self.places = transform, dict(options), given, tuple(places)
-        self.spec = _pytree.tree_structure(given)
+        self.transform, self.options, self.arguments, self.places = transform, dict(options), arguments, tuple(places)
+        self.spec = _pytree.tree_structure(arguments)
         self.module = empty_graph_module()
         self.module.graph = graph
         self.__name__ = self.__qualname__ = transform
@@ -76,7 +76,7 @@ class TransformedFunction:
             + (_numbered(node.kwargs, numbers),)
             for node in numbers
         ]
-        return self.transform, self.options, self.given, self.places, nodes
+        return self.transform, self.options, self.arguments, self.places, nodes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TransformedFunction) and self._contents == other._contents
@@ -85,7 +85,7 @@ class TransformedFunction:
         return hash((self.transform, self.places, len(self.module.graph.nodes)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.transform, self.options, self.module, self.given, self.places)
+        return _rebuilt, (self.transform, self.options, self.module, self.arguments, self.places)
 
 
 class _Number(int):
@@ -102,6 +102,6 @@ def _numbered(argument: Any, numbers: Mapping[fx.Node, int]) -> Any:
 
 
 def _rebuilt(
-    transform: str, options: Mapping[str, Any], module: PipeGraphModule, given: Any, places: Sequence[int]
+    transform: str, options: Mapping[str, Any], module: PipeGraphModule, arguments: Any, places: Sequence[int]
 ) -> TransformedFunction:
-    return TransformedFunction(transform, options, module.graph, given, places)
+    return TransformedFunction(transform, options, module.graph, arguments, places)

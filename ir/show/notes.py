@@ -12,10 +12,10 @@ def backward_text(structure: Structure) -> str:
         return "backward: none, as the Pipe has no loss"
     computing = [box.name for box in reversed(structure.boxes) if box.computes]
     steps = [name for name in computing if name in structure.backward]
-    way = " → ".join(steps if len(steps) <= _LONGEST_WAY else [*steps[:2], "…", *steps[-2:]])
+    order = " → ".join(steps if len(steps) <= _LONGEST_WAY else [*steps[:2], "…", *steps[-2:]])
     without = [name for name in reversed(computing) if name not in structure.backward]
     none = f"; none in {', '.join(without)}" if without else ""
-    return f"backward: {way}; gradients take the same ways back{none}"
+    return f"backward: {order}; gradients take the same ways back{none}"
 
 
 def copies_text(structure: Structure, copies: ParameterCopies) -> str:

@@ -162,18 +162,18 @@ class _Propagation:
         run = _StageOnFakes(name)
         with FlopCounterMode(display=False) as counter:
             outputs = run.run(self.compiled.stage(name), self.mode, args)
-        complete = not run.found and unknown_in(args) is None
+        complete = not run.unknown and unknown_in(args) is None
         self.shapes.flops[name] = Amount(counter.get_total_flops(), complete)
-        self.shapes.unknown += run.found
+        self.shapes.unknown += run.unknown
         return outputs
 
 
 class _StageOnFakes:
-    """Runs one stage on fake tensors. ``found`` has the values that became unknown in it."""
+    """Runs one stage on fake tensors. ``unknown`` has the values that became unknown in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.found: list[Unknown] = []
+        self.unknown: list[Unknown] = []
 
     def run(self, module: nn.Module, mode: FakeTensorMode, args: Sequence[Any]) -> Any:
         try:
@@ -186,10 +186,10 @@ class _StageOnFakes:
 
     def _run_graph(self, module: PipeGraphModule, args: Sequence[Any]) -> Any:
         values: dict[fx.Node, Any] = {}
-        given, interpreter = iter(args), fx.Interpreter(module, garbage_collect_values=False)
+        inputs, interpreter = iter(args), fx.Interpreter(module, garbage_collect_values=False)
 
         def value(node: fx.Node) -> Any:
-            return next(given) if node.op == "placeholder" else self._node(interpreter, node, values)
+            return next(inputs) if node.op == "placeholder" else self._node(interpreter, node, values)
 
         return walk(module.graph.nodes, value, values)
 
@@ -213,8 +213,8 @@ class _StageOnFakes:
             return self._unknown(type(module).__name__, _reason(error))
 
     def _unknown(self, node: str, reason: str) -> Unknown:
-        self.found.append(Unknown(self.name, node, reason))
-        return self.found[-1]
+        self.unknown.append(Unknown(self.name, node, reason))
+        return self.unknown[-1]
 
 
 def _reason(error: Exception) -> str:

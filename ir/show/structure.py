@@ -113,10 +113,10 @@ def _kind(compiled: Compiled, node: fx.Node, source: fx.Node) -> tuple[str, str]
         return "loss", ""
     if node.name == compiled.target_name:
         return "target", ""
-    made = _maker(compiled, node, source)
-    if made is None or made.op != "get_attr":
+    maker = _maker(compiled, node, source)
+    if maker is None or maker.op != "get_attr":
         return "value", ""
-    local = f"{source.target}.{made.target}"
+    local = f"{source.target}.{maker.target}"
     held = dict(compiled.split_gm.named_parameters(remove_duplicate=False)).get(local)
     return "parameter" if isinstance(held, nn.Parameter) else "buffer", compiled.remap_qualname(local)
 
@@ -126,10 +126,10 @@ def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None
     if stage_index(str(source.target)) is None or source.op != "call_module":
         return None
     outputs: Any = compiled.stage_outputs(str(source.target))
-    made = outputs[node.args[1]] if is_getitem(node) else outputs
-    if made.target is own_copy and made.args[0].op == "get_attr":
-        return made.args[0]
-    return made
+    maker = outputs[node.args[1]] if is_getitem(node) else outputs
+    if maker.target is own_copy and maker.args[0].op == "get_attr":
+        return maker.args[0]
+    return maker
 
 
 def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[ParameterCopies]:

@@ -24,7 +24,7 @@ class _TextDrawing:
         self.name_width = max(map(len, self.names.values()), default=0)
         self.sizes = {value: content.size_text(value, _WIDEST_SIZE) for value in self.structure.values}
         self.size_width = max(map(len, self.sizes.values()), default=0)
-        self.made: set[DrawnValue] = set()
+        self.started: set[DrawnValue] = set()
 
     def lines(self) -> list[str]:
         lines = []
@@ -38,7 +38,7 @@ class _TextDrawing:
     def _passing(self, box: int) -> str:
         """The columns at a box: the values that it uses, and those that pass it."""
         marks = [" "] * self.width
-        for value in self.made:
+        for value in self.started:
             if box in value.users:
                 marks[self.columns[value]] = "▼"
             elif last_use(value) > box:
@@ -48,11 +48,11 @@ class _TextDrawing:
     def _starting(self, value: DrawnValue) -> str:
         """The columns where a value is made."""
         marks = [" "] * self.width
-        for other in self.made:
+        for other in self.started:
             if last_use(other) > value.source:
                 marks[self.columns[other]] = "│"
         marks[self.columns[value]] = _START.get(value.kind, "●")
-        self.made.add(value)
+        self.started.add(value)
         return " ".join(marks)
 
     def _box(self, box: Box) -> str:

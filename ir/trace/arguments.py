@@ -29,13 +29,13 @@ _EMPTY = inspect.Parameter.empty
 class Call:
     """A call of forward. Inputs and constants together are the parameters of ``signature``, which is that of the Pipe.
 
-    ``concrete`` has the arguments that the graph is specialized to. ``given`` has the values of inputs that are known: those of
-    the example, or defaults. ``by_position`` inputs are passed without their names, in order.
+    ``concrete`` has the arguments that the graph is specialized to. ``known_inputs`` has the values of inputs that
+    are known: those of the example, or defaults. ``by_position`` inputs are passed without their names, in order.
     """
 
     signature: inspect.Signature
     concrete: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
+    known_inputs: dict[str, Any] = field(default_factory=dict)
     is_example: bool = False
     is_decorated: bool = False
     by_position: tuple[str, ...] = ()
@@ -133,13 +133,15 @@ def _call_without_example(model: nn.Module, concrete: dict[str, Any]) -> Call:
         for name, each in named.items()
         if isinstance(each.default, (int, float, *SINGLE)) and name not in concrete and each.default is not _EMPTY
     }
-    own = {
+    fixed = {
         name: each.default for name, each in named.items() if name not in concrete and not _is_of_graphs(each.default)
     }
     by_position = tuple(name for name, each in named.items() if each.kind is not each.KEYWORD_ONLY)
-    if decorated or own:
+    if decorated or fixed:
         signature = inspect.Signature(list(named.values()))
-    return Call(signature, {**concrete, **own}, defaults, is_decorated=decorated or bool(own), by_position=by_position)
+    return Call(
+        signature, {**concrete, **fixed}, defaults, is_decorated=decorated or bool(fixed), by_position=by_position
+    )
 
 
 def without_inputs(call: Call, defaults: Mapping[str, Any]) -> Call:
@@ -185,9 +187,9 @@ def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Exampl
         values.update({parameter.name: value for parameter, value in new if value is not _EMPTY})
     fixed = {name: value for name, value in values.items() if name in concrete or _is_constant(value)}
     by_position = tuple(values)[: len(args)]
-    given = {name: value for name, value in values.items() if name not in fixed}
+    inputs = {name: value for name, value in values.items() if name not in fixed}
     constants = {**fixed, **{each.name: each.default for each in parameters if each.name not in values}}
-    return Call(inspect.Signature(parameters), constants, given, True, is_decorated(model), by_position)
+    return Call(inspect.Signature(parameters), constants, inputs, True, is_decorated(model), by_position)
 
 
 def _spread(parameter: inspect.Parameter, value: Any) -> list[tuple[inspect.Parameter, Any]]:
@@ -214,8 +216,8 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
     torch.fx does so for a plain forward, if it is given the concrete arguments that this gives. It reads the code of the
     function that a decorator wraps, and cannot call it.
     """
-    own = type(tracer).create_args_for_root is not fx.Tracer.create_args_for_root
-    if own or not (call.is_example or call.is_decorated):
+    overrides = type(tracer).create_args_for_root is not fx.Tracer.create_args_for_root
+    if overrides or not (call.is_example or call.is_decorated):
         yield call.concrete or None
         return
 

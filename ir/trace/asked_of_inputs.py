@@ -41,14 +41,14 @@ def _is_cheap(node: fx.Node, is_tensor: bool) -> bool:
 
 
 def _with_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             pending += node.all_input_nodes
-    return found
+    return reached
 
 
 def _function(node: fx.Node) -> Callable[..., Any]:

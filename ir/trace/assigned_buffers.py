@@ -76,10 +76,10 @@ def record_assigned(
     model: nn.Module, graph: fx.Graph, before: Attributes, state: Mapping[str, torch.Tensor], values: Values
 ) -> None:
     """Write into a graph that was traced what forward has assigned to buffers. ``state`` is that of the model before."""
-    for each in [each for path, module in model.named_modules() for each in assigned_in(module, path, before)]:
-        known = values.of(each.value.node) if issubclass(type(each.value), fx.Proxy) else UNKNOWN
-        if (why := _why_not(each, known) or _why_not_alone(each, state, graph)) is not None:
-            raise buffer_refusal(each.name, why, _line(each.value))
+    for buffer in [each for path, module in model.named_modules() for each in assigned_in(module, path, before)]:
+        known = values.of(buffer.value.node) if issubclass(type(buffer.value), fx.Proxy) else UNKNOWN
+        if (why := _why_not(buffer, known) or _why_not_alone(buffer, state, graph)) is not None:
+            raise buffer_refusal(buffer.name, why, _line(buffer.value))
     for path, module in model.named_modules():
         for name, value in _buffers(module).items():
             if issubclass(type(value), fx.Proxy):

@@ -92,11 +92,11 @@ def record_reentrant(tracer: fx.Tracer, function: Callable[..., Any], preserve: 
 
 
 def _begin(tracer: fx.Tracer, args: Any, reentrant: bool, options: dict[str, Any], context_fn: Any) -> fx.Proxy:
-    own = context_fn is not _torchs.noop_context_fn
-    given = {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
-    if given.get("determinism_check", "none") not in _torchs._allowed_determinism_checks_to_fns:
-        raise _refusal(f"torch.utils.checkpoint knows no determinism_check={given['determinism_check']!r}", _here())
-    if own and any(map(_is_proxy, _bound(context_fn))):
+    has_context = context_fn is not _torchs.noop_context_fn
+    changed = {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
+    if changed.get("determinism_check", "none") not in _torchs._allowed_determinism_checks_to_fns:
+        raise _refusal(f"torch.utils.checkpoint knows no determinism_check={changed['determinism_check']!r}", _here())
+    if has_context and any(map(_is_proxy, _bound(context_fn))):
         raise _refusal(
             "the context_fn of torch.utils.checkpoint uses a traced value, which it cannot have when it runs; let it use "
             "constants and modules alone",
@@ -104,9 +104,9 @@ def _begin(tracer: fx.Tracer, args: Any, reentrant: bool, options: dict[str, Any
         )
     return tracer.create_proxy(
         "call_function",
-        BeginPart(context_fn) if own else begin_part,
+        BeginPart(context_fn) if has_context else begin_part,
         tuple({id(each): each for each in args if _is_proxy(each)}.values()),
-        {REENTRANT: reentrant, **given},
+        {REENTRANT: reentrant, **changed},
         name="part",
     )
 
@@ -128,13 +128,13 @@ def _is_proxy(value: Any) -> bool:
 
 def _tracked(result: Any) -> Any:
     """What a reentrant part returns, if autograd will know of every tensor in it."""
-    for each in result if isinstance(result, tuple) else (result,):
+    for item in result if isinstance(result, tuple) else (result,):
         inner: list[Any] = []
-        if not _is_proxy(each):
-            fx.node.map_aggregate(each, inner.append)
+        if not _is_proxy(item):
+            fx.node.map_aggregate(item, inner.append)
         if any(map(_is_proxy, inner)):
             raise _refusal(
-                f"a function that torch.utils.checkpoint runs with use_reentrant=True returns a {type(each).__name__} of "
+                f"a function that torch.utils.checkpoint runs with use_reentrant=True returns a {type(item).__name__} of "
                 "tensors, which would have no gradients. Return a tensor or a tuple of tensors, or say use_reentrant=False",
                 _here(),
             )

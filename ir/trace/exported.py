@@ -2,7 +2,7 @@
 
     in the program                                 in forward
     ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    a leaf of the arguments                        the argument, and the way to the leaf in it
+    a leaf of the arguments                        the argument, and the path to the leaf in it
     the outputs in one flat tuple                  as the user's forward returned them
     pippy_marks.pipe_split()                       `pipe_split()`
     wrap_with_set_grad_enabled(False, body, x)     the body under `torch.no_grad()`
@@ -97,7 +97,7 @@ class _Forward:
         assert spec is not None  # torch says so of each program that is called
         self.output_spec = program.call_spec.out_spec
         args, kwargs = _pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-        self.ways = [way for way, _ in _pytree.tree_flatten_with_path((args, kwargs))[0]]
+        self.paths = [path for path, _ in _pytree.tree_flatten_with_path((args, kwargs))[0]]
         self.names = [*_names(program, module, len(args)), *kwargs]
         kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(args) + [inspect.Parameter.KEYWORD_ONLY] * len(kwargs)
         self.__signature__ = inspect.Signature([inspect.Parameter(*each) for each in zip(self.names, kinds)])
@@ -113,15 +113,15 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.__signature__.bind(*args, **kwargs).arguments
-        leaves = [_leaf(arguments[name], way) for name, way in self._leaves()]
+        leaves = [_leaf(arguments[name], path) for name, path in self._leaves()]
         results = _Run(self, leaves).run(self.graph)
         return _pytree.tree_unflatten(results, self.output_spec)
 
     def _leaves(self) -> Iterator[tuple[str, Sequence[Any]]]:
-        """For each leaf of the arguments, in order, the name of the argument and the way to the leaf in it."""
-        for way in self.ways:
-            at: Any = way[1]  # after whether it is given by its place or by its name
-            yield (at.key if isinstance(at, _pytree.MappingKey) else self.names[at.idx]), way[2:]
+        """For each leaf of the arguments, in order, the name of the argument and the path to the leaf in it."""
+        for path in self.paths:
+            at: Any = path[1]  # after whether it is given by its place or by its name
+            yield (at.key if isinstance(at, _pytree.MappingKey) else self.names[at.idx]), path[2:]
 
 
 class _Run:
@@ -131,14 +131,14 @@ class _Run:
         self.forward, self.model, self.leaves = forward, forward.model, leaves
 
     def run(self, graph: fx.Graph, inputs: Sequence[Any] | None = None) -> Any:
-        given = iter(self.leaves if inputs is None else inputs)
+        remaining = iter(self.leaves if inputs is None else inputs)
         values: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
-            found = next(given) if node.op == "placeholder" else self._value(node, values)
-            if is_tracing() and issubclass(type(found), fx.Proxy):
-                self._note(found.node, node)
-            return found
+            result = next(remaining) if node.op == "placeholder" else self._value(node, values)
+            if is_tracing() and issubclass(type(result), fx.Proxy):
+                self._note(result.node, node)
+            return result
 
         return walk(graph.nodes, value, values)
 
@@ -166,19 +166,19 @@ class _Run:
         path, _, attribute = name.rpartition(".")
         setattr(self.model.get_submodule(path), attribute, value)
 
-    def _note(self, made: fx.Node, node: fx.Node) -> None:
+    def _note(self, recorded: fx.Node, node: fx.Node) -> None:
         """Note the user's line and module, and whether the device of the program is named: a stage may be on another."""
-        if made.op in ("placeholder", "get_attr"):
+        if recorded.op in ("placeholder", "get_attr"):
             return
-        SOURCE.put(made, _line(node))
+        SOURCE.put(recorded, _line(node))
         scopes = (MODULE_CALLS.of(node) or {}).items()
         stack = {call: (path, _kind(kind)) for call, (path, kind) in scopes if path}
-        MODULE_CALLS.put(made, stack)
-        MODULE_PATH.put(made, [*stack.values()][-1][0] if stack else "")
-        IS_TENSOR.put(made, isinstance(EXPORTED_VALUE.get(node), torch.Tensor))
+        MODULE_CALLS.put(recorded, stack)
+        MODULE_PATH.put(recorded, [*stack.values()][-1][0] if stack else "")
+        IS_TENSOR.put(recorded, isinstance(EXPORTED_VALUE.get(node), torch.Tensor))
         device = self.forward.device
         if device is not None and device in _pytree.tree_leaves((node.args, node.kwargs)):
-            NAMED_DEVICE.put(made, device)
+            NAMED_DEVICE.put(recorded, device)
 
 
 def module_of(given: Any) -> Any:
@@ -288,8 +288,8 @@ def _names(program: "ExportedProgram", module: fx.GraphModule, count: int) -> li
     return names[:count] if len(names) >= count else [f"arg_{at}" for at in range(count)]
 
 
-def _leaf(value: Any, way: Sequence[Any]) -> Any:
-    for step in way:
+def _leaf(value: Any, path: Sequence[Any]) -> Any:
+    for step in path:
         if isinstance(step, _pytree.GetAttrKey):
             value = getattr(value, step.name)
         else:

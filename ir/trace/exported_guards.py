@@ -43,8 +43,10 @@ def guards_of(model: ExportedModel) -> Guards:
     kinds = {
         name: kind_of(value, _of_tensor, lambda each: ConstantKind(type(each), each)) for name, value in inputs.items()
     }
-    ways = [f"L{_pytree.keystr(way)}" for way, _ in _pytree.tree_flatten_with_path(inputs)[0]]
-    conditions = [Condition(_FLAT.sub(lambda found: ways[int(found[1])], code)) for code in program._guards_code]
+    inputs_by_number = [f"L{_pytree.keystr(path)}" for path, _ in _pytree.tree_flatten_with_path(inputs)[0]]
+    conditions = [
+        Condition(_FLAT.sub(lambda match: inputs_by_number[int(match[1])], code)) for code in program._guards_code
+    ]
     conditions += map(Condition, _ranges(program, inputs))
     for condition in conditions:
         _check(condition, inputs)
@@ -86,11 +88,11 @@ def _of_tensor(tensor: torch.Tensor) -> TensorKind:
 def _ranges(program: "ExportedProgram", inputs: dict[str, Any]) -> Iterator[str]:
     """Conditions for the ranges of sizes, and for sizes that are the same."""
     first: dict[Any, str] = {}
-    for way, leaf in _pytree.tree_flatten_with_path(inputs)[0]:
+    for path, leaf in _pytree.tree_flatten_with_path(inputs)[0]:
         for dim, size in enumerate(leaf.shape) if isinstance(leaf, torch.Tensor) else ():
             if not isinstance(size, torch.SymInt):
                 continue
-            code, expression = f"L{_pytree.keystr(way)}.size()[{dim}]", size.node.expr
+            code, expression = f"L{_pytree.keystr(path)}.size()[{dim}]", size.node.expr
             if not expression.is_symbol:
                 raise TracingError(
                     f"this ExportedProgram was exported for {code[1:]} == {expression}, a size that follows from another\n"

@@ -40,7 +40,7 @@ class FakeResults:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, list[Any]] | None = {}
+        self._results: dict[Hashable, list[Any]] | None = {}
 
     @cached_property
     def mode(self) -> FakeMode:
@@ -49,28 +49,28 @@ class FakeResults:
     def of(self, target: Any, args: Any, kwargs: Any, compute: Callable[[], Any]) -> Any:
         """The result of an operation, which ``compute`` gives if it is not known. Raises ShapeChangedError if it cannot be
         shared with others."""
-        if self._found is None:
+        if self._results is None:
             return compute()
-        given = list(tensors((args, kwargs)))
-        work = work_of(target, args, kwargs) if all(map(_is_shared, given)) else None
-        for found in self._found.get(work, ()) if work is not None else ():
-            if isinstance(found, _Argument):
-                return given[found.at]
-            if not _holds_one_of(found, given):
-                return found
-        before = list(map(_shape, given))
+        arguments = list(tensors((args, kwargs)))
+        work = work_of(target, args, kwargs) if all(map(_is_shared, arguments)) else None
+        for known in self._results.get(work, ()) if work is not None else ():
+            if isinstance(known, _Argument):
+                return arguments[known.at]
+            if not _holds_one_of(known, arguments):
+                return known
+        before = list(map(_shape, arguments))
         result = compute()
-        if before != list(map(_shape, given)):
+        if before != list(map(_shape, arguments)):
             raise ShapeChangedError
         if work is not None and _is_shared(result):
-            at = next((at for at, each in enumerate(given) if each is result), None)
-            if at is not None or not _holds_one_of(result, given):
-                self._found.setdefault(work, []).append(result if at is None else _Argument(at))
+            at = next((at for at, each in enumerate(arguments) if each is result), None)
+            if at is not None or not _holds_one_of(result, arguments):
+                self._results.setdefault(work, []).append(result if at is None else _Argument(at))
         return result
 
     def share_nothing(self) -> None:
         """From now on all results are computed, from fake tensors that are new."""
-        self._found = None
+        self._results = None
         self.__dict__.pop("mode", None)
 
 

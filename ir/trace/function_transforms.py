@@ -70,7 +70,7 @@ def recording_transforms(tracer: fx.Tracer) -> Iterator[None]:
         if argnums is not None:
             _refuse("torch.func.jacfwd was called outside of forward; call it in forward, and it is followed")
         options = {"strict": strict, "has_aux": has_aux}
-        return recorder.record("jvp", options, function, (primals, tangents), {}, given=primals)
+        return recorder.record("jvp", options, function, (primals, tangents), {}, function_args=primals)
 
     def vjp(*_: Any, argnums: Any = None, **__: Any) -> NoReturn:
         if argnums is not None:
@@ -135,10 +135,16 @@ class _Recorder:
         self.models: Any = None  # the graph of the model, once a function was met
 
     def record(
-        self, transform: str, options: Mapping[str, Any], function: Any, args: Any, kwargs: Any, given: Any = None
+        self,
+        transform: str,
+        options: Mapping[str, Any],
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        function_args: Any = None,
     ) -> Any:
-        """Make a node of a call. The function gets ``given`` if that is not what the transformed one gets."""
-        inside = (args if given is None else tuple(given), dict(kwargs))
+        """Make a node of a call. The function gets ``function_args`` if that is not what the transformed one gets."""
+        inside = (args if function_args is None else tuple(function_args), dict(kwargs))
         leaves, spec = _pytree.tree_flatten(inside)
         places = [place for place, leaf in enumerate(leaves) if _is_value(leaf)]
         seen = self._seen(transform, options, args, kwargs, len(leaves))
@@ -152,9 +158,9 @@ class _Recorder:
         captured = tuple(map(self.tracer.proxy, traced.captured))
         numbers = _pytree.tree_unflatten(range(len(leaves)), spec)
         call = TransformedFunction(transform, options, traced.graph, numbers, places)
-        made: Any = self.tracer.create_proxy("call_function", call, (tuple(args), dict(kwargs), captured), {})
+        proxy: Any = self.tracer.create_proxy("call_function", call, (tuple(args), dict(kwargs), captured), {})
         length = _length(transform, options, result)
-        return made if length is None else tuple([made[index] for index in range(length)])
+        return proxy if length is None else tuple([proxy[index] for index in range(length)])
 
     @contextmanager
     def _tracing(self, function: _Function) -> Iterator[None]:
@@ -180,13 +186,13 @@ class _Recorder:
 
     def _seen(self, transform: str, options: Mapping[str, Any], args: Any, kwargs: Any, count: int) -> list[Any]:
         """What is known of the leaves that the function is given: the transform itself is called, up to that."""
-        values, found = _values(self.tracer), list[Any]()
+        values, captured = _values(self.tracer), list[Any]()
         if values is None or not values.example:
             return [UNKNOWN] * count
 
         def function(*args: Any, **kwargs: Any) -> NoReturn:
             leaves = _pytree.tree_leaves((args, kwargs))
-            found.extend(
+            captured.extend(
                 (each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else each for each in leaves
             )
             raise _Captured
@@ -195,7 +201,8 @@ class _Recorder:
             with suppress(_Captured):
                 call_transformed(transform, options, function, args, kwargs)
             return [
-                torch.empty(each[0], dtype=each[1], device=each[2]) if _is_described(each) else each for each in found
+                torch.empty(each[0], dtype=each[1], device=each[2]) if _is_described(each) else each
+                for each in captured
             ]
 
         seen = values.computed(call, *(self.tracer.create_arg(each) for each in (tuple(args), dict(kwargs))))

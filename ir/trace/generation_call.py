@@ -67,15 +67,15 @@ def _call(model: nn.Module, length: int, before: int) -> "GenerationCall":
     parameters = _parameters(model)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     lengths = {"input_ids": length, "attention_mask": before + length, "position_ids": length}
-    given = {
+    inputs = {
         name: torch.ones(_ROWS, lengths[name], dtype=torch.long, device=device)
         for name in parameters
         if name in lengths
     }
     constants = {"use_cache": True, "logits_to_keep": 1}
-    concrete = {name: constants.get(name, each.default) for name, each in parameters.items() if name not in given}
+    concrete = {name: constants.get(name, each.default) for name, each in parameters.items() if name not in inputs}
     return GenerationCall(
-        inspect.Signature(list(parameters.values())), concrete, given, is_example=True, is_decorated=True
+        inspect.Signature(list(parameters.values())), concrete, inputs, is_example=True, is_decorated=True
     )
 
 

@@ -83,17 +83,17 @@ class Identities:
                 self._suppose_known()
             if inputs and self._differs(Supposition(known, inputs=inputs)):
                 self.different = list(self._pairs())
-            if same and (found := self._differs(Supposition(known, same=True))):
-                raise asked("forward() asks what a traced value is (is), which tracing cannot answer", found)
+            if same and (difference := self._differs(Supposition(known, same=True))):
+                raise asked("forward() asks what a traced value is (is), which tracing cannot answer", difference)
         self._suppose_nothing()
         self._suppose_attributes()
 
     def fix_flags(self) -> None:
         """Fix the inputs with a flag for their default for which forward does something else where it is the other one."""
-        for name, value in self.call.given.items():
+        for name, value in self.call.known_inputs.items():
             if type(value) is bool and not self.call.is_example:
-                given = {**self.call.given, name: not value}
-                if self._differs(Supposition(known=True), Call(**{**vars(self.call), "given": given})):
+                inputs = {**self.call.known_inputs, name: not value}
+                if self._differs(Supposition(known=True), Call(**{**vars(self.call), "known_inputs": inputs})):
                     node = next(each for each in self._inputs() if each.target == name)
                     ADDED.put(self.recorded.values.fix(node, value), True)
 
@@ -101,14 +101,18 @@ class Identities:
         """Find the defaults with which forward does something else than with other values that are equal."""
         parameters = self.call.signature.parameters
         inputs = [] if self.call.is_example else [str(node.target) for node in self._inputs()]
-        own = {name: parameters[name].default for name in inputs if name in parameters}
-        own = {name: default for name, default in own.items() if type(default) in _WITH_COPIES}
-        if own and self._asks_for_defaults(own):
-            alone = {name: own[name] for name in own if len(own) == 1 or self._asks_for_defaults({name: own[name]})}
-            self.other_than = alone or own
+        defaults = {name: parameters[name].default for name in inputs if name in parameters}
+        defaults = {name: default for name, default in defaults.items() if type(default) in _WITH_COPIES}
+        if defaults and self._asks_for_defaults(defaults):
+            alone = {
+                name: defaults[name]
+                for name in defaults
+                if len(defaults) == 1 or self._asks_for_defaults({name: defaults[name]})
+            }
+            self.other_than = alone or defaults
 
     def _asks_for_defaults(self, defaults: Mapping[str, Any]) -> bool:
-        equal = replace(self.call, given={**self.call.given, **defaults})
+        equal = replace(self.call, known_inputs={**self.call.known_inputs, **defaults})
         same = without_inputs(self.call, defaults)
         traces = []
         for call in (same, equal):
@@ -140,11 +144,11 @@ class Identities:
     def _suppose_known(self) -> None:
         supposition = Supposition(known=True)
         call = Call(**{**vars(self.call), "supposition": supposition})
-        found = self.trace(call)
-        if _first_difference(self.recorded, found, supposition) is None or not self._repeats:
+        recorded = self.trace(call)
+        if _first_difference(self.recorded, recorded, supposition) is None or not self._repeats:
             return
-        self.recorded, self.call = found, call
-        values, nodes = found.values, self._inputs()
+        self.recorded, self.call = recorded, call
+        values, nodes = recorded.values, self._inputs()
         for node in nodes:
             first = origin(node, supposition, values)
             if first is not node:
@@ -159,9 +163,9 @@ class Identities:
         for node in list(self.recorded.graph.nodes):
             if node.name in (alone or names):
                 with self.recorded.graph.inserting_after(node):
-                    made = self.recorded.graph.call_function(check_not_none, (node,))
-                copy_notes(made, node)
-                ADDED.put(made, True)
+                    check = self.recorded.graph.call_function(check_not_none, (node,))
+                copy_notes(check, node)
+                ADDED.put(check, True)
 
     def _differs_with_nothing(self, names: list[str]) -> bool:
         return self._differs(Supposition(self.call.supposition.known, nothing=frozenset(names))) is not None
@@ -173,10 +177,10 @@ class Identities:
     def _suppose_attributes(self) -> None:
         names = [name for name in self.recorded.asked_by_name.attributes if name in POSSIBLE]
         for turn in range(max((len(POSSIBLE[name]) for name in names), default=0)):
-            found = self._differs(Supposition(self.call.supposition.known, turn=turn), ignoring_errors=True)
-            if found is not None:
+            difference = self._differs(Supposition(self.call.supposition.known, turn=turn), ignoring_errors=True)
+            if difference is not None:
                 what = " or ".join(f".{name}" for name in sorted(names))
-                raise asked(f"forward() asks what {what} of a traced value is, which tracing cannot answer", found)
+                raise asked(f"forward() asks what {what} of a traced value is, which tracing cannot answer", difference)
 
     def _differs(self, supposition: Supposition, call: Call | None = None, ignoring_errors: bool = False) -> Any:
         """The first node that differs if something is supposed, or why it cannot be traced then; None if none does."""
@@ -184,8 +188,8 @@ class Identities:
             other = self.trace(Call(**{**vars(call or self.call), "supposition": supposition}))
         except PippyError as error:
             return None if ignoring_errors else error
-        found = _first_difference(self.recorded, other, supposition)
-        return found if found is not None and self._repeats else None
+        difference = _first_difference(self.recorded, other, supposition)
+        return difference if difference is not None and self._repeats else None
 
     @cached_property
     def _repeats(self) -> bool:
@@ -276,8 +280,8 @@ class _View:
 
     def _compute(self, node: fx.Node) -> Any:
         """What a function gives for constants that are supposed."""
-        given = node.all_input_nodes
-        if node.op != "call_function" or not given or any(self._constant(each) is NOTHING for each in given):
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not inputs or any(self._constant(each) is NOTHING for each in inputs):
             return NOTHING
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._constant)
         try:

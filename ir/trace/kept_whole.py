@@ -34,7 +34,7 @@ class KeptWhole:
     def __init__(self, tracer: fx.Tracer, attributes: Attributes, known: Mapping[str, str]) -> None:
         self.tracer, self.attributes = tracer, attributes
         self.reasons = dict(known)
-        self._made: list[fx.Node] = []
+        self._nodes: list[fx.Node] = []
         self._abandoned: list[fx.Node] = []
 
     @contextmanager
@@ -44,7 +44,7 @@ class KeptWhole:
 
         def create(*args: Any, **kwargs: Any) -> fx.Node:
             node = create_node(*args, **kwargs)
-            self._made.append(node)
+            self._nodes.append(node)
             return node
 
         with replaced(self.tracer, "create_node", create):
@@ -59,7 +59,7 @@ class KeptWhole:
             return follow()
         if path in self.reasons or isinstance(module, DeferredBatchNorm):
             return self._record(path, args, kwargs)
-        before, given, depth = len(self._made), _contents(args, kwargs), len(self.tracer.module_stack)
+        before, contents, depth = len(self._nodes), _contents(args, kwargs), len(self.tracer.module_stack)
         has_assigned = self._has_assigned(module, path)  # in an earlier call, which is recorded
         with forgiving() as refusals:
             try:
@@ -71,7 +71,7 @@ class KeptWhole:
             except (MarkError, InputError):  # an example for which the model fails
                 raise
             except Exception as error:
-                cannot = has_assigned or self._is_cut(module, before) or _contents(args, kwargs) != given
+                cannot = has_assigned or self._is_cut(module, before) or _contents(args, kwargs) != contents
                 if cannot or trials_of(self.tracer).is_trying:
                     raise
                 refusals.forgive()
@@ -90,14 +90,14 @@ class KeptWhole:
         return any(True for name, each in inside for _ in assigned_in(each, name, self.attributes))
 
     def _is_cut(self, module: nn.Module, before: int) -> bool:
-        return has_marks_inside(module) or any(node.target is pipe_split for node in self._made[before:])
+        return has_marks_inside(module) or any(node.target is pipe_split for node in self._nodes[before:])
 
     def _record(self, path: str, args: Any, kwargs: Any) -> Any:
         return self.tracer.create_proxy("call_module", path, args, kwargs)
 
     def _take_back(self, before: int) -> None:
-        made, self._made[before:] = self._made[before:], []
-        for node in reversed(made):
+        nodes, self._nodes[before:] = self._nodes[before:], []
+        for node in reversed(nodes):
             if node.op == "get_attr":  # the tracer may use it again
                 self._abandoned.append(node)
             elif node.graph is self.tracer.graph:  # not that of a function which torch.func transforms
@@ -119,12 +119,12 @@ def reason_of(error: Exception) -> str:
 
 def _contents(*values: Any) -> list[Any]:
     """What lists and dicts among arguments hold, as they are now."""
-    found: list[Any] = []
+    contents: list[Any] = []
     for value in values:
         if isinstance(value, dict) and not isinstance(value, fx.Proxy):
-            found.append([(key, id(item)) for key, item in value.items()])
-            found += _contents(*value.values())
+            contents.append([(key, id(item)) for key, item in value.items()])
+            contents += _contents(*value.values())
         elif type(value) in (list, tuple):
-            found.append([id(item) for item in value])
-            found += _contents(*value)
-    return found
+            contents.append([id(item) for item in value])
+            contents += _contents(*value)
+    return contents

@@ -33,13 +33,13 @@ def _module_of(number: int, layer: Any, tied: dict[str, tuple[TiedLayerSpec, nn.
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer, _made(number, layer)
-        first, made = tied[layer.key]
+        first, module = tied[layer.key]
         if (first.layer, first.args, first.kwargs) != (layer.layer, layer.args, layer.kwargs):
             raise TracingError(
                 f"layer {number} is {layer}, and an earlier one with the key {layer.key!r} is {first}: they are one layer, so "
                 "give them the same class and arguments, or two keys"
             )
-        return made if layer.forward_fn is None else TiedLayer(made, layer.forward_fn)
+        return module if layer.forward_fn is None else TiedLayer(module, layer.forward_fn)
     if isinstance(layer, LayerSpec):
         return _made(number, layer)
     if isinstance(layer, type) and issubclass(layer, nn.Module):
@@ -58,7 +58,7 @@ def _made(number: int, spec: LayerSpec) -> nn.Module:
     """The layer, without numbers."""
     try:
         with torch.device("meta"):
-            made = spec.build()
+            module = spec.build()
     except PippyError:
         raise
     except Exception as error:  # what the user's class raises
@@ -66,8 +66,8 @@ def _made(number: int, spec: LayerSpec) -> nn.Module:
             f"layer {number}, {spec}, could not be made on the meta device, where tensors have no numbers: "
             f"{type(error).__name__}: {error}; if it needs numbers, give the layer itself in place of its LayerSpec"
         ) from error
-    note_spec(made, spec)
-    return made
+    note_spec(module, spec)
+    return module
 
 
 def _check_holds_no_parameters(number: int, function: Any) -> None:

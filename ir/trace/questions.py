@@ -65,8 +65,8 @@ def refused_question(what: str) -> TracingError:
 def asked(what: str, where: FrameType | fx.Node | Exception | None) -> TracingError:
     """The error for a question on the user's line below a frame, at a node, or of another error."""
     if isinstance(where, Exception):
-        found = getattr(where, "source", None)
+        place = getattr(where, "source", None)
     else:
-        found = SOURCE.of(where) if isinstance(where, fx.Node) else source.of_frame(where)
-    line = f":\n{found.excerpt()}\n" if found else "; "
+        place = SOURCE.of(where) if isinstance(where, fx.Node) else source.of_frame(where)
+    line = f":\n{place.excerpt()}\n" if place else "; "
     return refused(TracingError(f"{what}{line}{_ADVICE}"))

@@ -99,7 +99,7 @@ def _watching_numpy(model: nn.Module) -> Iterator[None]:
                     held.look_into(value, _DEPTH)
         for file in files:
             held.look_into(vars(file), _DEPTH, objects=False)
-        generators = held.found
+        generators = held.generators
         before = [copy.deepcopy(_bits(each).state) for each in generators]
         yield
     drawn = [pair for pair in zip(generators, before) if repr(_bits(pair[0]).state) != repr(pair[1])]
@@ -127,7 +127,7 @@ class _Held:
     """Finds the generators that dicts, lists and objects hold, also by one of their methods."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
-        self.kinds, self.found = kinds, list[Any]()
+        self.kinds, self.generators = kinds, list[Any]()
         self._seen: dict[int, Any] = {}
 
     def look_into(self, value: Any, depth: int, objects: bool = True) -> None:
@@ -137,7 +137,7 @@ class _Held:
             return
         self._seen[id(value)] = value
         if isinstance(value, self.kinds):
-            self.found.append(value)
+            self.generators.append(value)
         elif depth:
             for part in _parts(value, objects):
                 self.look_into(part, depth - 1, objects)

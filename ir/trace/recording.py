@@ -145,9 +145,9 @@ def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
     create_proxy = tracer.create_proxy
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        made = create_proxy(*args, **kwargs)
-        suit_value(made)
-        return made
+        created = create_proxy(*args, **kwargs)
+        suit_value(created)
+        return created
 
     try:
         with replaced(tracer, "proxy", proxy), replaced(tracer, "create_proxy", create):

@@ -10,11 +10,11 @@ from torch import fx
 @contextmanager
 def replaced(tracer: fx.Tracer, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """A context in which the tracer's method ``name`` is ``function``."""
-    own = vars(tracer)
-    before = {name: own[name]} if name in own else {}
-    own[name] = function
+    attributes = vars(tracer)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = function
     try:
         yield
     finally:
-        del own[name]
-        own.update(before)
+        del attributes[name]
+        attributes.update(before)

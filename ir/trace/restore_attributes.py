@@ -51,13 +51,13 @@ class Attributes:
 
 def _plain_objects(model: nn.Module) -> list[Any]:
     """The objects with attributes that modules hold directly: their configurations."""
-    found = {
+    objects = {
         id(value): value
         for module in model.modules()
         for value in vars(module).values()
         if type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (nn.Module, torch.Tensor, type))
     }
-    return [value for value in found.values() if not callable(value)]
+    return [value for value in objects.values() if not callable(value)]
 
 
 @contextmanager

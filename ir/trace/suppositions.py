@@ -88,8 +88,8 @@ def supposing(tracer: fx.Tracer, supposition: Supposition, values: Values) -> It
     asked, create_proxy = Asked(supposition), tracer.create_proxy
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        made = create_proxy(*args, **kwargs)
-        return _instead(made, asked, values) if issubclass(type(made), fx.Proxy) else made
+        created = create_proxy(*args, **kwargs)
+        return _instead(created, asked, values) if issubclass(type(created), fx.Proxy) else created
 
     tracer.__dict__["_asked"] = asked
     try:
@@ -144,8 +144,8 @@ def _check_is_same(node: fx.Node, first: fx.Node, tracer: fx.Tracer) -> None:
 
 def origin(node: fx.Node, supposition: Supposition, values: Values) -> fx.Node:
     """The node whose value a node gives once more, as far as is known, or supposed; the node itself if there is none."""
-    while (given := _followed(node, supposition, values)) is not None:  # no recursion: a stage may be long
-        node = given
+    while (followed := _followed(node, supposition, values)) is not None:  # no recursion: a stage may be long
+        node = followed
     if node.op == "placeholder":
         return _origin_of_input(node, supposition, values)
     value = values.of(node)
@@ -199,10 +199,10 @@ def may_be_none(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_method":
         return node.target in _LOOKUPS
     if name_of(node.target) in ("getitem", "getattr"):
-        whole, index = node.args
+        container, index = node.args
         if name_of(node.target) == "getattr" and hasattr(torch.Tensor, str(index)):
             return False
-        if isinstance(whole, fx.Node):
-            return (whole.op == "placeholder" and isinstance(index, str | int)) or may_be_none(whole, root)
+        if isinstance(container, fx.Node):
+            return (container.op == "placeholder" and isinstance(index, str | int)) or may_be_none(container, root)
     module_name = getattr(node.target, "__module__", None) or "builtins"
     return node.op == "call_function" and module_name.partition(".")[0] not in _KNOWN

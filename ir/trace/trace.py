@@ -138,8 +138,8 @@ def _trace(
         note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=call.signature)
     traced.kept_whole = recorded.kept_whole.reasons
-    kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
-    flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}
+    kinds = {name: kind_of(value) for name, value in call.known_inputs.items()} if call.is_example else {}
+    flags = {} if call.is_example else {name: value for name, value in call.known_inputs.items() if type(value) is bool}
     traced.guards = Guards(
         kinds,
         recorded.asked,
@@ -148,7 +148,7 @@ def _trace(
         flags=flags,
         other_than=identities.other_than,
     )
-    traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
+    traced.required_inputs = tuple(call.known_inputs) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:
         _follow_modes(traced, tracer, call, reads)
@@ -160,13 +160,13 @@ def _trace(
 
 def _kept_for_their_buffers(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
     """The modules to keep whole because they assign buffers whose size depends on the rows. Raises where one cannot be."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, error in varying_with_rows(graph):
         path = name.rpartition(".")[0]
         if path == "" or has_marks_inside(model.get_submodule(path)):
             raise error
-        found[path] = str(error).partition("\n")[0]
-    return found
+        reasons[path] = str(error).partition("\n")[0]
+    return reasons
 
 
 def _are_small(model: nn.Module, paths: Collection[str]) -> bool:
@@ -227,9 +227,9 @@ def _record(
     def record() -> _Recorded:
         parts = KeptWhole(tracer, before, kept_whole or {})
         with _following_hooks(tracer) if call.trials.follows_hooks else nullcontext():
-            found = _record_calls(model, tracer, call, _Calls(model, tracer, parts))
-        call.trials.check_stale(sum(name.startswith(FROM_OUTSIDE) for name in found.attributes))
-        return found
+            recorded = _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+        call.trials.check_stale(sum(name.startswith(FROM_OUTSIDE) for name in recorded.attributes))
+        return recorded
 
     def again() -> None:
         before.restore()
@@ -263,7 +263,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
         with (
             forgetting_one_trace(),
             raising_refusals(),
-            knowing_values(tracer, model, call.given, call.is_example, call.results) as values,
+            knowing_values(tracer, model, call.known_inputs, call.is_example, call.results) as values,
             recording(tracer, model),
             call.trials.ending_at_operations(tracer),
             calls.kept_whole.recording(),
@@ -381,16 +381,18 @@ def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[st
 
     While forward was traced, each of its inputs was a proxy, so none was None.
     """
-    given = [name for name in nullable_inputs(traced.model, traced.graph) if _differs_without(traced, tracer, [name])]
+    required = [
+        name for name in nullable_inputs(traced.model, traced.graph) if _differs_without(traced, tracer, [name])
+    ]
     optional = optional_inputs(traced.model, traced.graph)
     if not optional or not _differs_without(traced, tracer, optional):
-        return tuple(given)
+        return tuple(required)
     if len(optional) == 1:
-        return (*given, *optional)
+        return (*required, *optional)
     alone = [name for name in optional if _differs_without(traced, tracer, [name])]
     others = [name for name in optional if name not in alone]
     together = others if others and _differs_without(traced, tracer, others) else []
-    return (*given, *alone, *together)
+    return (*required, *alone, *together)
 
 
 def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:

@@ -61,10 +61,10 @@ class PipeTracer(fx.Tracer):
         if name is None:
             return attr_val
         if name not in parameter_proxy_cache:
-            made = self.create_proxy(
+            proxy = self.create_proxy(
                 "get_attr", name, (), {}, proxy_factory_fn=lambda node: StateProxy(node, self, attr_val)
             )
-            parameter_proxy_cache[name] = made
+            parameter_proxy_cache[name] = proxy
         return parameter_proxy_cache[name]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

@@ -128,10 +128,10 @@ def _set_constants(pairs: Pairs, node: fx.Node, constants: Iterator[Any]) -> Non
 
 def _constants(pairs: Pairs, counterpart: fx.Node) -> list[Any]:
     """The constants among the arguments of a node, in order."""
-    found: list[Any] = []
+    constants: list[Any] = []
     arguments = counterpart.args, counterpart.kwargs
-    pairs.merge(arguments, arguments, lambda constant, _: found.append(constant))
-    return found
+    pairs.merge(arguments, arguments, lambda constant, _: constants.append(constant))
+    return constants
 
 
 class _Choices:
@@ -153,8 +153,8 @@ class _Choices:
         with self.graph.inserting_before(self.node):
             flag = self.graph.create_node("get_attr", f"{path}.training".lstrip("."))
             choice = self.graph.call_function(by_mode, (flag, on, off))
-        for made in (flag, choice):
-            copy_place(made, self.node)
+        for added in (flag, choice):
+            copy_place(added, self.node)
         return choice
 
     def _deciding_flag(self, cases: list[tuple[Setting, Any]]) -> str:

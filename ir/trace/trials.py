@@ -122,9 +122,9 @@ class TraceTrials:
         """What ``trace`` gives once nothing more is to be tried. ``again`` runs before each further trace."""
         while True:
             try:
-                found = trace()
+                result = trace()
                 if self.now is None:
-                    return found
+                    return result
                 self._learn(None)
             except Exception as error:
                 if not self._learn(error):

@@ -38,19 +38,24 @@ _STRICT = (
 
 def check_call(module: nn.Module, args: Any, model: nn.Module, example: Mapping[str, Any]) -> None:
     """Raise a RuntimeError, as torch would, if a layer of torch's is given an argument unlike its weights."""
-    given, own = next(iter(tensors(args)), None), list(module.parameters())
-    if given is None or not own or module._forward_pre_hooks or not isinstance(module, (*_STRICT, nn.Embedding)):
+    argument, parameters = next(iter(tensors(args)), None), list(module.parameters())
+    if (
+        argument is None
+        or not parameters
+        or module._forward_pre_hooks
+        or not isinstance(module, (*_STRICT, nn.Embedding))
+    ):
         return
     for what in ("device", "dtype"):
-        found, right = getattr(given, what), {getattr(each, what) for each in own}
-        if found in right or (what == "dtype" and _takes(module, found)):
+        actual, expected = getattr(argument, what), {getattr(each, what) for each in parameters}
+        if actual in expected or (what == "dtype" and _takes(module, actual)):
             continue
-        if any(getattr(each, what) == found for _, each in named_state(model)):
+        if any(getattr(each, what) == actual for _, each in named_state(model)):
             continue  # forward may have converted it
-        if any(getattr(each, what) == found for _, each in _tensors_of(example)):
+        if any(getattr(each, what) == actual for _, each in _tensors_of(example)):
             raise RuntimeError(
-                f"{type(module).__name__} is given a tensor of {what} {found}, and its parameters are of {what} "
-                f"{' and '.join(sorted(map(str, right)))}"
+                f"{type(module).__name__} is given a tensor of {what} {actual}, and its parameters are of {what} "
+                f"{' and '.join(sorted(map(str, expected)))}"
             )
 
 
@@ -68,8 +73,8 @@ def unfit_example(
     lines = [f"with the example arguments, this operation fails:\n{line}", f"{type(error).__name__}: {error}"]
     lines += [_advice(model, example, _dtypes(example if inputs is None else inputs)) or _ADVICE]
     if inputs and lines[-1] == _ADVICE:
-        given = [f"{name}={describe(example[name])}" for name in inputs if name in example]
-        lines[-1] += f"; this operation takes {', '.join(given)}" * bool(given)
+        arguments = [f"{name}={describe(example[name])}" for name in inputs if name in example]
+        lines[-1] += f"; this operation takes {', '.join(arguments)}" * bool(arguments)
     return InputError("\n".join(lines))
 
 
@@ -100,11 +105,11 @@ def _device_advice(model: nn.Module, example: Mapping[str, Any]) -> str:
 
 def _dtype_advice(model: nn.Module, example: Mapping[str, Any], used: set[torch.dtype]) -> str:
     """What to do about arguments in a dtype that is among ``used``, and that no parameter of the model has."""
-    own = {each.dtype for _, each in named_state(model) if each.is_floating_point() or each.is_complex()}
-    others = {path: each.dtype for path, each in _tensors_of(example) if each.dtype in used - own}
-    if not others or len(own) != 1:
+    model_dtypes = {each.dtype for _, each in named_state(model) if each.is_floating_point() or each.is_complex()}
+    others = {path: each.dtype for path, each in _tensors_of(example) if each.dtype in used - model_dtypes}
+    if not others or len(model_dtypes) != 1:
         return ""
-    (dtype,) = own
+    (dtype,) = model_dtypes
     where = ", ".join(f"{path!r} is {_short(each)}" for path, each in others.items())
     return (
         f"Why: in the example {where}, and the model's parameters are {_short(dtype)}.\nWhat to do: give "

@@ -67,36 +67,37 @@ _ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim|dtype|scalar type|
 
 
 class Values:
-    """The values of the nodes that a tracer makes: of ``given``, the inputs by their names, and of what is computed of them.
+    """The values of the nodes that a tracer makes.
 
-    Without an ``example``, those of tensors are unknown.
+    They are those of ``known_inputs``, the inputs by their names, and what is computed of them. Without an ``example``, the
+    values of tensors are unknown.
     """
 
     def __init__(
         self,
         tracer: fx.Tracer,
         model: nn.Module,
-        given: Mapping[str, Any],
+        known_inputs: Mapping[str, Any],
         example: bool,
         results: FakeResults | None = None,
         attributes: Mapping[str, Any] | None = None,
         longer: int = 0,
     ) -> None:
-        self.tracer, self.example, self.given, self._model = tracer, example, given, model
+        self.tracer, self.example, self.known_inputs, self._model = tracer, example, known_inputs, model
         self.attributes = attributes  # None: those of the model as it is now
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self._fixed: dict[fx.Node, fx.Node] = {}
         self.results = (results or FakeResults()) if example else None
         self._longer = longer  # the rows of inputs that have one more here
         self._begin()
-        self.are_known = example or bool(given)
+        self.are_known = example or bool(known_inputs)
 
     def _begin(self) -> None:
         self._values: dict[fx.Node, Any] = {}
-        self._given = {name: self._fake(value) for name, value in self.given.items()}
+        self._inputs = {name: self._fake(value) for name, value in self.known_inputs.items()}
         if self._longer:
             with self._computing():
-                self._given = {name: map_leaves(self._one_more, value) for name, value in self._given.items()}
+                self._inputs = {name: map_leaves(self._one_more, value) for name, value in self._inputs.items()}
 
     def _one_more(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self._longer:
@@ -105,7 +106,7 @@ class Values:
 
     def longer(self, rows: int, attributes: Mapping[str, Any]) -> "Values":
         """The values where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
-        return Values(self.tracer, self._model, self.given, True, self.results, attributes, rows)
+        return Values(self.tracer, self._model, self.known_inputs, True, self.results, attributes, rows)
 
     def of(self, node: fx.Node) -> Any:
         """The value of a node; `UNKNOWN` if nothing is known of it."""
@@ -121,8 +122,8 @@ class Values:
         """What a function gives for arguments with nodes in them; `UNKNOWN` if one is unknown, or the function fails."""
         try:
             with self._computing():
-                given = [self._argument(each) for each in arguments]
-                return UNKNOWN if any(each is UNKNOWN for each in leaves(given)) else function(*given)
+                values = [self._argument(each) for each in arguments]
+                return UNKNOWN if any(each is UNKNOWN for each in leaves(values)) else function(*values)
         except Exception:  # it will fail in the stage
             return UNKNOWN
 
@@ -150,7 +151,7 @@ class Values:
         if any(self.of(each) is UNKNOWN for each in node.all_input_nodes):
             return UNKNOWN
         if node.op == "placeholder":
-            return self._given.get(str(node.target), UNKNOWN)
+            return self._inputs.get(str(node.target), UNKNOWN)
         if not self.example and not node.all_input_nodes:
             return UNKNOWN
         try:
@@ -161,7 +162,7 @@ class Values:
             if self._is_of_example(node, error):
                 where = source.excerpt_of(node)
                 inputs = {str(each.target): self.of(each) for each in node.all_input_nodes}
-                raise refused(unfit_example(where, error, self._model, self.given, inputs)) from error
+                raise refused(unfit_example(where, error, self._model, self.known_inputs, inputs)) from error
             return UNKNOWN
 
     def _is_of_example(self, node: fx.Node, error: Exception) -> bool:
@@ -206,10 +207,10 @@ class Values:
         self.results.share_nothing()
         self._begin()
         for node in last.graph.nodes:
-            found = self.of(node)
+            value = self.of(node)
             if node is last:
                 break
-        return found
+        return value
 
     def _attribute(self, target: str) -> Any:
         if self.attributes is not None:
@@ -226,7 +227,7 @@ class Values:
         buffers = {name: self._fake(buffer) for name, buffer in module.named_buffers()}
         with _with_buffers(module, buffers):
             if type(module).__module__.startswith("torch.nn."):
-                check_call(module, args, self._model, self.given)
+                check_call(module, args, self._model, self.known_inputs)
                 return module.forward(*args, **kwargs)
             return self._call_users(module, args, kwargs)
 
@@ -279,8 +280,8 @@ def _lose_mark(module: nn.Module) -> None:
 
 def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     """Note at each node how its value depends on the rows of the inputs: the values are found for one row more."""
-    given = values.given
-    counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
+    inputs = values.known_inputs
+    counts = Counter(each.shape[0] for value in inputs.values() for each in tensors(value) if each.dim())
     if not counts:
         return
     rows = counts.most_common(1)[0][0]
@@ -293,8 +294,8 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
         if may_hold and (node.op == "placeholder" or not holding.isdisjoint(node.all_input_nodes)):
             holding.add(node)
         if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
-            found = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
-            ROW_SIZES.put(node, found)
+            dependence = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
+            ROW_SIZES.put(node, dependence)
 
 
 def note_missing_gradients(values: Values, graph: fx.Graph) -> None:
@@ -316,20 +317,20 @@ def _asked_of(node: fx.Node, args: Any) -> str:
 
 @contextmanager
 def knowing_values(
-    tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool, results: FakeResults
+    tracer: fx.Tracer, model: nn.Module, known_inputs: Mapping[str, Any], example: bool, results: FakeResults
 ) -> Iterator[Values]:
     """A context in which the proxies of ``tracer`` know what is known of their values."""
-    values = Values(tracer, model, given, example, results)
+    values = Values(tracer, model, known_inputs, example, results)
     if not values.are_known:
         yield values
         return
     create_proxy = tracer.create_proxy
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        made = create_proxy(*args, **kwargs)
-        if issubclass(type(made), fx.Proxy):
-            values.of(made.node)  # now: an operation after it may change a value in place
-        return made
+        created = create_proxy(*args, **kwargs)
+        if issubclass(type(created), fx.Proxy):
+            values.of(created.node)  # now: an operation after it may change a value in place
+        return created
 
     tracer.__dict__["_values"] = values
     try:

@@ -34,15 +34,15 @@ def check_top_level(compiled: Compiled, before_backward: bool) -> FoundFaults:
     graph = compiled.split_gm.graph
     try:
         graph.lint()  # each node has a name of its own, and comes after the nodes that it uses
-        made = _Made(compiled)
-        made.finish(before_backward)
+        expected = _Made(compiled)
+        expected.finish(before_backward)
     except (_CannotMakeError, RuntimeError) as error:
         yield Fault(None, str(error))
         return
     same: dict[fx.Node, fx.Node] = {}
-    yield from _first_difference(graph, made.graph, same)
-    if len(same) == len(made.graph.nodes):
-        yield from _check_values(compiled, {same[node].name: name for name, node in made.values.items()})
+    yield from _first_difference(graph, expected.graph, same)
+    if len(same) == len(expected.graph.nodes):
+        yield from _check_values(compiled, {same[node].name: name for name, node in expected.values.items()})
 
 
 class _Made:
@@ -91,8 +91,8 @@ class _Made:
         if has_function != (self.compiled.loss_module is not None):
             raise _CannotMakeError("the module _loss must be there if, and only if, the Pipe has a loss function")
         if has_function:
-            given = output, self._value(str(target), LOSS)
-            output = self.graph.create_node("call_module", LOSS, given, name=LOSS)
+            arguments = output, self._value(str(target), LOSS)
+            output = self.graph.create_node("call_module", LOSS, arguments, name=LOSS)
             self._put(LOSS, output)
         last = self.graph.output(output)
         if loss is not None:
@@ -104,9 +104,9 @@ class _Made:
                     write_backward(self.graph, self.values[name], loss.seed)
 
 
-def _first_difference(graph: fx.Graph, made: fx.Graph, same: dict[fx.Node, fx.Node]) -> FoundFaults:
+def _first_difference(graph: fx.Graph, expected: fx.Graph, same: dict[fx.Node, fx.Node]) -> FoundFaults:
     """Where a graph is not the one that was made. The nodes until there are put into ``same``, by those that were made."""
-    for node, wanted in zip_longest(_in_order(graph), _in_order(made)):
+    for node, wanted in zip_longest(_in_order(graph), _in_order(expected)):
         if wanted is None:
             yield Fault(node, "has no place in the graph")
             return
