@@ -163,7 +163,7 @@ class PipelineDriverBase(ModelOnWorkers):
         )
         if check and compiled.loss is not None:
             self.steps.check_first(replicas == 1, by_step)
-        self._generation = TokenGeneration(pipe, placed, commands, workers)
+        self._generation = TokenGeneration(pipe, placed, commands, self.ranks[:workers])
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
         self._places = DriverPlaces.of(type(self).__name__, placed.replicas)

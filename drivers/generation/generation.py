@@ -1,6 +1,6 @@
 """`driver.generate`: it checks the model, then the prompts, and makes the graphs that make tokens at the first call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from pippy.ir.trace.generation_call import check_can_generate
 
 
 class TokenGeneration:
-    """Generates with the model of one driver. Nothing is traced or sent before the first call."""
+    """Generates with the model of one driver. Nothing is traced or sent before the first call.
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, workers: int) -> None:
-        self._pipe, self._placed, self._commands, self._workers = pipe, placed, commands, workers
+    ``ranks`` has the worker of the cluster for each worker of a program.
+    """
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, ranks: Sequence[int]) -> None:
+        self._pipe, self._placed, self._commands, self._ranks = pipe, placed, commands, ranks
         self._graphs: TokenGraphs | None = None
 
     def forget(self) -> None:
@@ -30,7 +33,7 @@ class TokenGeneration:
     def run(self, ids: Any, others: Mapping[str, Any], **arguments: Any) -> torch.Tensor:
         """Check the arguments of a call, those of `prompts_of`, and return the prompts with the new tokens behind them."""
         model = self._language_model()
-        prompts = prompts_of(model, ids, workers=self._workers, others=others, **arguments)
+        prompts = prompts_of(model, ids, workers=len(self._ranks), others=others, **arguments)
         return self._graphs_of(model).run(prompts)
 
     def programs(self, chunks: int) -> tuple[Program, Program]:
@@ -41,7 +44,7 @@ class TokenGeneration:
     def _graphs_of(self, model: torch.nn.Module) -> TokenGraphs:
         if self._graphs is None:
             with heard():
-                self._graphs = TokenGraphs(model, self._placed, self._commands)
+                self._graphs = TokenGraphs(model, self._placed, self._commands, self._ranks)
         return self._graphs
 
     def _language_model(self) -> torch.nn.Module:

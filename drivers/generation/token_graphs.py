@@ -7,6 +7,7 @@ driver.generate(ids, max_new_tokens=20)
 ids with the new tokens behind them      ◀── tokens, from the worker that has the last stage
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -34,8 +35,11 @@ from pippy.ir.trace.generation_call import trace_generation
 class TokenGraphs:
     """The graphs of one driver's model that make tokens, and the programs for them. Nothing is sent before the first call."""
 
-    def __init__(self, model: torch.nn.Module, placed: PlacedPipe, commands: DriverCommands) -> None:
-        self.prompt, self.token, self.commands = _Graph(model, placed, True), _Graph(model, placed, False), commands
+    def __init__(
+        self, model: torch.nn.Module, placed: PlacedPipe, commands: DriverCommands, ranks: Sequence[int]
+    ) -> None:
+        self.prompt, self.token = (_Graph(model, placed, ranks, is_prompt) for is_prompt in (True, False))
+        self.commands = commands
         if self.prompt.placed.workers != self.token.placed.workers:
             raise GenerationError(
                 "the model cannot generate as it is cut: a prompt needs stages on workers "
@@ -81,14 +85,14 @@ class TokenGraphs:
 class _Graph:
     """One of the graphs, cut as the Pipe is, and its ``stages`` on workers. ``of_pipe`` has the Pipe's stage for each."""
 
-    def __init__(self, model: torch.nn.Module, placed: PlacedPipe, is_prompt: bool) -> None:
+    def __init__(self, model: torch.nn.Module, placed: PlacedPipe, ranks: Sequence[int], is_prompt: bool) -> None:
         traced = trace_generation(model, is_prompt)
         self.of_pipe = mark_alike(traced, placed.compiled)
         request = Request(multi_use_param_spec=_replicated(placed.compiled), output_loss_value_spec=False)
         self.cut = compile_traced(traced, request)
         self.held = held_tensors(self.cut, self.of_pipe, placed.compiled)
         self.placed = PlacedPipe(self.cut, [placed.ranks[stage] for stage in self.of_pipe])
-        workers = sorted(self.placed.workers)
+        workers = [rank for rank in ranks if rank in self.placed.workers]
         self.stages = TokenGraph(self.cut, Placement(tuple(map(workers.index, self.placed.ranks))))
 
     def programs(self, lowered: Lowered) -> dict[int, AddProgram]:

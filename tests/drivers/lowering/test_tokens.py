@@ -100,6 +100,17 @@ def test_the_texts(threads):
     assert [parse_program(str(each)) for each in (prompt, token)] == [prompt, token]
 
 
+@pytest.mark.parametrize("options", [{"all_ranks": [2, 0]}, {"placement": {0: 1, 1: 0}, "world_size": 2}])
+def test_workers_have_the_numbers_that_they_have_in_training(threads, options):
+    _, driver = driver_of(threads, ["layers.2"], **options)
+    for program in driver.generation_programs(1):
+        assert program.placement == driver.program(1).placement
+    made = driver.generate(torch.tensor([[1, 2], [3, 4]]), max_new_tokens=3, eos_token_id=[])
+    assert torch.equal(
+        made, driver_of(threads, ["layers.2"])[1].generate(made[:, :2], max_new_tokens=3, eos_token_id=[])
+    )
+
+
 def greedy(model, ids, length):
     """The most likely tokens, each from all that come before it."""
     for _ in range(length):
