@@ -121,9 +121,9 @@ def greedy(model, ids, length):
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_stages_whose_values_are_called_as_those_of_programs(threads, chunks):
     """Here no layer looks at other positions, so that a token needs no cache."""
-    given = {"world_size": 2}, {"world_size": 1}, {}
-    splits = ["layers.1", "layers.2", "logits"], ["layers.2"], ["layers.1", "layers.3"]
-    kinds = PipelineDriverInterleaved1F1B, PipelineDriverInterleaved1F1B, PipelineDriver1F1B
+    given = {"world_size": 2}, {"world_size": 1}, {}, {}
+    splits = ["layers.1", "layers.2", "logits"], ["layers.2"], ["layers.1", "layers.3"], ["layers.0"]
+    kinds = PipelineDriverInterleaved1F1B, PipelineDriverInterleaved1F1B, PipelineDriver1F1B, PipelineDriver1F1B
     ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
     for options, split, kind in zip(given, splits, kinds, strict=True):
         model, driver = driver_of(threads, split, kind, **options)
