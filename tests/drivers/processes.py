@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from pippy.drivers.engines.current_cluster import _open, _opened
 from pippy.drivers.engines.local.local_cluster import local_cluster
@@ -49,6 +50,14 @@ def wanting_a_core():
     """How many processes want each core: over the last minute, or now, for a minute may have been quiet until now."""
     waiting = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return max(os.getloadavg()[0], waiting) / (os.cpu_count() or 1)
+
+
+@contextmanager
+def hearing_of_deaths(session):
+    """How a worker died is waited for as long as it takes: a peer that finds the connection closed may report it first."""
+    deaths = session._deaths
+    with patch.object(session, "_deaths", lambda wait: deaths(100 * wait)):
+        yield
 
 
 @contextmanager
@@ -103,6 +112,7 @@ def listeners(processes):
 
 def listening(processes):
     """The sockets of every kind to which others could connect, of any of these processes, as rows of /proc/net."""
+    gc.collect()  # or one that is garbage of this process might be closed meanwhile
     return {row for pid in processes for row in _listening(pid)}
 
 
@@ -121,6 +131,25 @@ def _listening(pid):
             row = line.split()
             if row[inode] in own and is_open(row):
                 yield f"{table} {row[inode]}"
+
+
+def open_descriptors():
+    """How many descriptors this process has open, without those of garbage: a collection meanwhile would close them."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shared_files():
+    """The names of files in /dev/shm. A folder there is one that another test fills."""
+    return {each.name for each in os.scandir("/dev/shm") if not each.is_dir()}
+
+
+def assert_no_more_shared_files(before):
+    """What others have in /dev/shm for a moment goes away; what was left there stays."""
+    end = time.monotonic() + allowing_for(5)
+    while (more := shared_files() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not more
 
 
 @contextmanager

@@ -25,8 +25,9 @@ class Worker:
             self.context.transport.wait_for(self.context.messages.fileno())
             message, reply = self.context.messages.get()
             self.now = f"does {message}"
-            reply(self.do(*message))
-            self.now = "waits for a message"
+            answer = self.do(*message)
+            self.now = "waits for a message"  # or whoever has the answer could be told that it does something
+            reply(answer)
 
     def urgent(self, message: Any) -> Any:
         if isinstance(message, (Ping, GiveUp)):

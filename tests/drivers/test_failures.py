@@ -33,7 +33,7 @@ from tests.drivers.failing_model import (
     slow_until_told,
     trapped_pipe,
 )
-from tests.drivers.processes import stop, within
+from tests.drivers.processes import hearing_of_deaths, stop, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
@@ -412,6 +412,7 @@ def test_a_killed_worker_while_it_computes_or_others_wait(own, victim):
         running = [training.start(SLOW, trap=1), training.start()]
         with (
             signalled(own, victim, signal.SIGKILL),
+            hearing_of_deaths(own.session),
             within(1.0),
             pytest.raises(WorkerLostError, match="SIGKILL") as caught,
         ):
@@ -428,6 +429,7 @@ def test_a_worker_killed_while_the_first_step_is_tried(own):
     with (
         slow_steps(own),
         signalled(own, 1, signal.SIGKILL),
+        hearing_of_deaths(own.session),
         within(1.3),
         pytest.raises(WorkerLostError, match="SIGKILL") as caught,
     ):
@@ -439,7 +441,8 @@ def test_a_worker_killed_while_idle(own):
     training = Training(own)
     training.step()
     os.kill(own.session.workers[2].pid, signal.SIGKILL)
-    with within(1.0), pytest.raises(WorkerLostError, match="SIGKILL") as caught:
+    killed = pytest.raises(WorkerLostError, match="SIGKILL")
+    with hearing_of_deaths(own.session), within(1.0), killed as caught:
         training.step()
     assert caught.value.index == 2
 

@@ -1,13 +1,12 @@
 """A few faults of the campaign in exps/faults.py on one cluster: each is noticed, and what follows is right."""
 
-import gc
-import os
 import random
 
 import pytest
 
 from exps.injected.gentle import gentle
 from exps.injected.training import Training
+from tests.drivers.processes import open_descriptors
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 KINDS = ["exit", "no memory", "no descriptors", "no shared memory", "ctrl-c", "ctrl-c twice"]
@@ -22,6 +21,5 @@ def test_random_faults_of_every_kind_that_a_cluster_survives(cluster):
         report = gentle(training, kind)
         assert not report.wrong, report
         training.driver.close()
-        open_now = open_now or len(os.listdir("/proc/self/fd"))
-    gc.collect()  # what an exception held
-    assert len(os.listdir("/proc/self/fd")) <= open_now
+        open_now = open_now or open_descriptors()
+    assert open_descriptors() <= open_now

@@ -7,6 +7,7 @@ import pytest
 
 import pippy
 from pippy.drivers.base.errors import DriverError, WorkerLostError
+from tests.drivers.processes import hearing_of_deaths
 from tests.training.models import Parts, assert_same, parts_of, run, shuffled, trained
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -28,7 +29,8 @@ class Kills:
 @pytest.mark.parametrize("steps", [(1,), (4, 5), (3, 8)])
 def test_a_training_survives_its_workers(cluster, tmp_path, undisturbed, capsys, steps):
     kills = Kills(cluster, *steps)
-    again = run(cluster, tmp_path, callbacks=kills, max_recoveries=2)
+    with hearing_of_deaths(cluster.session):
+        again = run(cluster, tmp_path, callbacks=kills, max_recoveries=2)
     assert_same(again, undisturbed)
     assert again[0].recoveries == len(steps) and again[0].resumed_at == 0
     assert kills.seen[-1] == 8 and not kills.steps

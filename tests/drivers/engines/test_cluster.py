@@ -18,7 +18,16 @@ from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.processes import close_open_cluster, stop, strike, watched, within
+from tests.drivers.processes import (
+    assert_no_more_shared_files,
+    close_open_cluster,
+    hearing_of_deaths,
+    shared_files,
+    stop,
+    strike,
+    watched,
+    within,
+)
 
 ROOT = Path(__file__).parents[3]
 LARGE = torch.arange(20_000_000)  # more bytes than shared memory for messages is kept
@@ -141,7 +150,8 @@ def test_messages_by_rpc():
         assert session.answer(busy) == "released"
         waiting = session.send(1, ("block",))
         os.kill(pids(cluster)[1], signal.SIGKILL)
-        with within(1.0), pytest.raises(WorkerLostError, match=r"'worker1'.*SIGKILL"):
+        lost = pytest.raises(WorkerLostError, match=r"'worker1'.*SIGKILL")
+        with hearing_of_deaths(session), within(1.0), lost:
             session.answer(waiting)
 
 
@@ -203,7 +213,8 @@ def test_a_second_cluster_is_refused_and_a_closed_one_useless(cluster):
 def test_a_killed_worker_is_lost_at_once(cluster, doing):
     call = cluster.session.send(1, ("compute", 60.0)) if doing == "compute" else None
     os.kill(pids(cluster)[1], signal.SIGKILL)
-    with within(1), pytest.raises(WorkerLostError, match=r"'worker1'.*killed by SIGKILL") as lost:
+    killed = pytest.raises(WorkerLostError, match=r"'worker1'.*killed by SIGKILL")
+    with hearing_of_deaths(cluster.session), within(1), killed as lost:
         cluster.session.answer(call or cluster.session.send(1, ("echo", 1)))
     assert lost.value.index == 1
     with pytest.raises(ClusterError, match="lost a worker and cannot go on"):
@@ -305,14 +316,14 @@ def script(text, directory):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_killed_controller_leaves_nothing(stopped, tmp_path):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with script(SCRIPT + "sys.stdin.readline()", tmp_path) as (process, processes), watched(*processes):
         if stopped:
             stop(processes[0])
         process.kill()
         process.wait(10)
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert_no_more_shared_files(before)
 
 
 def test_other_systems_are_refused(monkeypatch):

@@ -1,7 +1,6 @@
 """How many file descriptors a cluster takes: they grow with the pairs of workers that a program uses."""
 
 import copy
-import os
 import socket
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pippy.drivers.wire.messages.message_connection import MessageConnection, Wo
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.models import Chain
-from tests.drivers.processes import few_descriptors, links
+from tests.drivers.processes import few_descriptors, links, open_descriptors
 
 WORKERS = 6
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded", "alone")
@@ -57,11 +56,11 @@ def test_descriptors_grow_with_the_pairs_that_a_program_uses():
 
 
 def test_too_few_descriptors_to_start_are_said_to_be_too_few():
-    open_now = len(os.listdir("/proc/self/fd"))
+    open_now = open_descriptors()
     for free in (10, 4 * WORKERS):
         with few_descriptors(free), pytest.raises(ClusterError, match=r"6 workers.*file descriptors.*ulimit -n"):
             local_cluster(WORKERS, threads=1)
-        assert len(os.listdir("/proc/self/fd")) == open_now
+        assert open_descriptors() == open_now
 
 
 def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_later():

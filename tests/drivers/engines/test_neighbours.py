@@ -15,7 +15,7 @@ from pippy.drivers.engines.torchrun import neighbours
 from pippy.drivers.engines.torchrun.neighbours import close_all, meet_neighbours, this_host
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.messages import doors
-from tests.drivers.processes import listening, within
+from tests.drivers.processes import listening, open_descriptors, within
 
 
 def meet(hosts, absent=(), timeout=20.0):
@@ -115,14 +115,14 @@ def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monke
     monkeypatch.setattr(neighbours, "_come_in", come_in)
     monkeypatch.setattr(neighbours, "_take", takes)
     monkeypatch.setattr(where, what, fail)
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_descriptors()
     met = closed(meet(["a"] * 3))
     assert broken
     for each in met.values():
         assert each.groups == ((0, 1), (2,)) and set(each.reasons) == {2}
         assert re.search(words, each.reasons[2])
     assert met[2].own is None and set(met[0].ends) == {1}
-    assert len(os.listdir("/proc/self/fd")) == files + 4
+    assert open_descriptors() == files + 4
 
 
 def _raise(text):

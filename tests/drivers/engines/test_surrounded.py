@@ -14,6 +14,7 @@ from pippy.drivers.engines.local import fork_server
 from pippy.drivers.engines.local.launch_reports import Died
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.local.local_engine import _directory
+from tests.drivers.processes import hearing_of_deaths
 
 STAND_IN = "tests.drivers.scripted_worker:Worker"
 
@@ -88,7 +89,7 @@ def test_a_cluster_of_a_fork_without_streams_whose_signals_are_blocked_beside_fi
             assert ask(own, 0, "about")["output"] == [os.devnull] * 3
             assert [os.readlink(f"/proc/self/fd/{number}") for number in range(3)] == [os.devnull] * 3
             os.kill(own.session.workers[0].pid, signal.SIGKILL)
-            with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
+            with hearing_of_deaths(own.session), pytest.raises(WorkerLostError, match="killed by SIGKILL"):
                 ask(own, 0, "block")
 
     with start(1):  # which the fork has, too, and may still open its own

@@ -16,7 +16,7 @@ from pippy.drivers.engines.torchrun import far_peers, neighbours, reach
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
-from tests.drivers.processes import listening, within
+from tests.drivers.processes import listening, open_descriptors, within
 
 GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 
@@ -196,7 +196,7 @@ def test_the_port_is_closed_behind_the_last_guest_and_the_words_are_not_shown():
 
 def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still_comes_in():
     """One says nothing, one half a secret, one much, and then a thousand come and go, or stay outside."""
-    taken, before = queue.SimpleQueue(), len(os.listdir("/proc/self/fd"))
+    taken, before = queue.SimpleQueue(), open_descriptors()
     invitation = Door("127.0.0.1", [1], lambda _, end: taken.put(end), 30.0).invitation
     place = invitation.address, invitation.port
     with ExitStack() as stack:
@@ -209,13 +209,13 @@ def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still
             with socket.socket() as stranger:
                 stranger.setblocking(False)
                 stranger.connect_ex(place)
-        assert len(os.listdir("/proc/self/fd")) <= before + 3 + 2 + 1, "the strangers, the door, and who stands in it"
+        assert open_descriptors() <= before + 3 + 2 + 1, "the strangers, the door, and who stands in it"
         guest = come_in(invitation, 1, 20.0)
         stack.callback(guest.close)
         host = taken.get(timeout=10)
         host.close()
     with within(5):
-        while len(os.listdir("/proc/self/fd")) > before:
+        while open_descriptors() > before:
             os.sched_yield()
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import os
 import signal
 import socket
@@ -19,7 +18,13 @@ from pippy.drivers.wire.known_layouts import LAYOUTS
 from pippy.drivers.wire.ring import MINIMUM, Ring
 from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from tests.drivers.processes import few_descriptors, within
+from tests.drivers.processes import (
+    assert_no_more_shared_files,
+    few_descriptors,
+    open_descriptors,
+    shared_files,
+    within,
+)
 
 MEGABYTE = 1 << 20
 
@@ -108,13 +113,13 @@ def test_the_ring_grows_to_its_limit_and_no_further():
 def test_the_sender_need_not_come_back_for_what_it_has_sent(size):
     """It may compute for seconds then, and the receiver would wait for a value that was sent long before."""
     with two(limit=MINIMUM) as (here, there):
-        before = files()
+        before = open_descriptors()
         for number in range(150):
             here.send(1, (0, number, 0), filled(number, size))
         for number in range(150):
             assert there.ready((0, number, 0)), number
             assert holds(there.receive((0, number, 0), 0), number, size)
-        assert files() <= before + 2  # each end has the ring
+        assert open_descriptors() <= before + 2  # each end has the ring
 
 
 def shared_bytes(transport):
@@ -310,30 +315,24 @@ def test_too_little_memory_is_an_error(monkeypatch):
         assert there.receive((0, 0, 0), 0).sum() == 100_000
 
 
-def files():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def resident():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_nothing_grows_and_nothing_is_left():
-    gc.collect()
-    before, names = files(), sorted(os.listdir("/dev/shm"))
+    before, shared = open_descriptors(), shared_files()
     with two() as (here, there):
         small, large = torch.ones(10), torch.ones(25_000)
         for number in range(10_000):
             if number == 1000:
-                opened, used = files(), resident()
+                opened, used = open_descriptors(), resident()
             here.send(1, (number, 0, 0), large if number % 2 else small)
             there.receive((number, 0, 0), 0)
-        assert files() == opened and resident() - used < 4 * MEGABYTE
-        assert sorted(os.listdir("/dev/shm")) == names
+        assert open_descriptors() == opened and resident() - used < 4 * MEGABYTE
+        assert_no_more_shared_files(shared)
     del here, there
-    gc.collect()
-    assert files() == before and sorted(os.listdir("/dev/shm")) == names
+    assert open_descriptors() == before
 
 
 @contextlib.contextmanager

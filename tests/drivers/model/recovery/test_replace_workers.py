@@ -17,7 +17,7 @@ from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.protocol.optimizers import OptimizerStep
 from pippy.drivers.session.command_log import PendingCommand
 from tests.drivers.engines.test_descriptors import sockets
-from tests.drivers.processes import close_open_cluster, stop, strike, within
+from tests.drivers.processes import close_open_cluster, open_descriptors, stop, strike, within
 
 WORKERS = 3
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -70,7 +70,7 @@ def test_lost_workers_are_replaced_and_the_others_keep_their_processes(workers, 
     training = Training(workers)
     training.step()
     before, open_before = pids(workers), [sockets(pid) for pid in pids(workers)]
-    own = len(os.listdir("/proc/self/fd"))
+    own = open_descriptors()
     lose(workers, training, *lost, how=how)
     with within(soon):
         assert replace_lost_workers(workers) == tuple(lost)
@@ -83,7 +83,7 @@ def test_lost_workers_are_replaced_and_the_others_keep_their_processes(workers, 
         again.step()
         again.check()
     assert [sockets(pid) for pid in pids(workers)] == open_before
-    assert len(os.listdir("/proc/self/fd")) == own
+    assert open_descriptors() == own
     for pid in (before[at] for at in lost):
         assert not os.path.exists(f"/proc/{pid}")
 
@@ -200,12 +200,12 @@ def test_a_process_that_cannot_be_forked_is_an_error_and_can_be_tried_again():
         training, other = Training(cluster), Training(cluster, stages=2, all_ranks=[0, 2])
         other.step()
         lose(cluster, training, 1)
-        own = len(os.listdir("/proc/self/fd"))
+        own = open_descriptors()
         with pytest.raises(
             ClusterError, match=r"(?s)in the place of worker 'worker1'.*unavailable.*call recover\(\) again"
         ):
             training.driver.recover()
-        assert len(os.listdir("/proc/self/fd")) <= own
+        assert open_descriptors() <= own
         assert training.driver.recover() == {}
         training.step()
         other.step()
