@@ -19,19 +19,20 @@ LAYERS = """
     drivers/plan/language drivers/plan/proofs drivers/plan/passes drivers/plan/cost drivers/plan/orders drivers/plan/search
     drivers/plan/drawings drivers/plan/make drivers/plan/choice drivers/plan
 
-    ir/base ir/call ir/run ir/batch_norm ir/record ir/cut ir/loss ir/verify ir/show ir/trace ir
+    ir/base ir/call ir/run ir/halves ir/batch_norm ir/record ir/cut ir/loss ir/verify ir/show ir/trace ir
 
     drivers/base drivers/compare drivers/batch drivers/lowering
     drivers/wire drivers/wire/messages drivers/wire/gpu drivers/files drivers/protocol drivers/placement
     drivers/worker/halves drivers/worker/gradients drivers/worker/measure drivers/worker/data drivers/worker/state
-    drivers/worker drivers/session drivers/count drivers/report drivers/engines drivers/engines/local drivers/engines/torchrun
+    drivers/worker/compiled drivers/worker drivers/session drivers/count drivers/report
+    drivers/engines drivers/engines/local drivers/engines/torchrun
     drivers/choice drivers/model/optimizers drivers/model/state drivers/model/recovery drivers/model drivers/generation
     drivers/driver/data drivers/driver/steps drivers/driver/check drivers/driver drivers
 
     pippy/errors pippy/balance pippy/pipeline pippy/training pippy/api pippy/cli pippy/__main__ pippy
 """.split()
 PURE = ("drivers/plan",)  # these import no torch
-WITHOUT_TRACER = ("ir/run", "drivers/worker")
+WITHOUT_TRACER = ("ir/run", "ir/halves", "drivers/worker")
 
 # Top-level names that several files define, each with what it means there. This list may only get shorter.
 SEVERAL_MEANINGS = {

@@ -37,4 +37,6 @@ def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> RunCall:
 
 def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
     """The arguments with which `run` gives the loss alone. What the model returns beside it stays on the workers."""
-    return {} if driver.compiled.loss_module is not None or driver.compiled.loss is None else {"outputs": False}
+    return (
+        {} if driver.compiled_pipe.loss_module is not None or driver.compiled_pipe.loss is None else {"outputs": False}
+    )

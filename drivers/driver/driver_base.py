@@ -55,6 +55,7 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.passes.halves import has_halves
+from pippy.drivers.protocol.stages import AskCompiled
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.driver_commands import DriverCommands, in_turn
@@ -102,7 +103,7 @@ class PipelineDriverBase(ModelOnWorkers):
         loss_reduction: str | Callable[..., Any] | None = None,
         single_loss: bool = False,
         step_timeout: float | None = None,
-        compile: bool | Mapping[str, Any] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         out_of_order: bool | int = False,
         checkpoint: str | Mapping[int, str] = "never",
         keyed_random: bool | int = True,
@@ -172,7 +173,7 @@ class PipelineDriverBase(ModelOnWorkers):
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
         workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
-        stages = count_with_noun(self.compiled.num_stages, "stage")
+        stages = count_with_noun(self.compiled_pipe.num_stages, "stage")
         stages += f" in {self.replicas} replicas" * (self.replicas > 1)
         idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in self.ranks)
         unused = f"; none on {shortened(idle, 200)}" if idle else ""
@@ -180,7 +181,7 @@ class PipelineDriverBase(ModelOnWorkers):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the stages, each with its worker."""
-        head, *stages, total = table_cells(content_of(self.compiled))
+        head, *stages, total = table_cells(content_of(self.compiled_pipe))
         workers = [
             ", ".join(self.cluster.workers[rank] for rank in self.placed.workers_of(name)) for name, *_ in stages
         ]
@@ -240,6 +241,21 @@ class PipelineDriverBase(ModelOnWorkers):
     def trains(self) -> bool:
         """Whether a step leaves gradients: there is a loss, and gradients are on."""
         return self.steps.trains
+
+    @property
+    def compiled(self) -> dict[str, str]:
+        """How each stage runs that was given ``compile="graphs"``: as graphs, or eagerly and why. Empty for other drivers.
+
+        >>> from pippy import Pipe, PipelineDriver, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver(pipe, cluster, schedule="zb_h1", compile="graphs", check=False)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     print(driver.compiled["submod_0"])
+        graphs for 1 form of inputs
+        """
+        answers = self.commands.call(dict.fromkeys(self.placed.workers, AskCompiled()))
+        return {name: said for worker in sorted(answers) for name, said in sorted(answers[worker].items())}
 
     # Steps
 
@@ -389,7 +405,7 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        made = Recording(limit, memory=memory, model=model_names(self.compiled))
+        made = Recording(limit, memory=memory, model=model_names(self.compiled_pipe))
         before, self.steps.recording = self.steps.recording, made
         try:
             yield made

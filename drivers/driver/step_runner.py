@@ -69,7 +69,7 @@ class StepRunner:
     ) -> None:
         self.model, self.settings, self.programs = model, settings, programs
         self.ranks, self.placement = ranks, placement
-        self.compiled, self.placed, self.commands = model.compiled, model.placed, model.commands
+        self.compiled, self.placed, self.commands = model.compiled_pipe, model.placed, model.commands
         self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
         self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
         self.hooks = PlacedHooks(model.pipe, self.placed)

@@ -37,7 +37,7 @@ class ModelOnWorkers:
     """The methods that drivers have for the state of their model; `PipelineDriverBase` adds the steps."""
 
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster) -> None:
-        self.pipe, self.compiled = pipe, compiled_of(pipe)
+        self.pipe, self.compiled_pipe = pipe, compiled_of(pipe)
         self.placed, self.commands, self.cluster = placed, commands, cluster
         self.stale = StaleModels(pipe)
         self.filling = Filling(pipe, placed, commands)
@@ -232,7 +232,7 @@ class ModelOnWorkers:
         all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
         With ``divide_state=True`` each replica of the pipeline has a part of the state. See docs/replicas.md.
         """
-        if self.compiled.loss is None:
+        if self.compiled_pipe.loss is None:
             raise OptimizerError(
                 "the Pipe has no loss, so there will be no gradients for an optimizer; give pipeline() a loss_fn. "
                 "If the model returns its loss, give pipeline() an example in which it does so, for instance with "
@@ -251,7 +251,7 @@ class ModelOnWorkers:
         Takes what torch's takes after the device. Its `unscale_`, `step`, `update` and states are those of torch's; `scale`
         and `backward` are left out.
         """
-        if self.compiled.loss is None:
+        if self.compiled_pipe.loss is None:
             raise DriverError(
                 "a GradScaler needs a loss to scale, and the Pipe has none; give one: pipeline(model, loss_fn)"
             )

@@ -39,7 +39,7 @@ class PlacedPipe:
         self,
         compiled: Compiled,
         ranks: Sequence[int],
-        compile: Mapping[str, Any] | None = None,
+        compile: Mapping[str, Any] | str | None = None,
         further: Iterable[Sequence[int]] = (),
     ) -> None:
         self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile

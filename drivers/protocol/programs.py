@@ -8,6 +8,7 @@ from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.peers import NeedsPeers, others_in
+from pippy.ir.base.trees import map_instances
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,17 @@ class InputIndex:
     """Stands for an input in the template of a `CallForm`."""
 
     index: int
+
+
+def filled(template: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """A template with the inputs in their places. Without a template, the inputs.
+
+    >>> filled((InputIndex(1), [InputIndex(0), "x"]), inputs=["a", "b"])
+    ('b', ['a', 'x'])
+    """
+    if template is None:
+        return inputs
+    return map_instances(InputIndex, lambda each: inputs[each.index], template)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ class Load(NeedsPeers):
 
 
 @dataclass(frozen=True)
+class AskCompiled:
+    """Ask how the stages run, by their names."""
+
+
+@dataclass(frozen=True)
 class Unload:
     """Drop everything that belongs to the driver."""
 

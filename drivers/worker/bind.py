@@ -29,6 +29,7 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
+from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.handlers import Bound, Handle
 from pippy.drivers.worker.repeated_forward import RepeatedForward
@@ -53,6 +54,7 @@ class BoundProgram:
         constant: Mapping[str, Sequence[str]],
         device: torch.device,
         buffers: StepBuffers | None = None,
+        graphs: GraphsOfStages | None = None,
     ) -> None:
         self.program = program
         computations = [each for each in program.order if isinstance(each, Compute)]
@@ -80,6 +82,7 @@ class BoundProgram:
                 halves,
                 RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
                 self._outside(stages[name], name) if name in repeated else (),
+                graphs.of(name, modules[name], call.template) if graphs and name in with_backward else None,
             )
             for name, call in program.calls.items()
         }

@@ -18,9 +18,11 @@ from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.brief import brief
 from pippy.ir.run.stage_draws import draw_as_whole
 
+GRAPHS = "graphs"  # as an option: stages run as graphs that are not compiled
 
-def compile_options(given: Any) -> dict[str, Any] | None:
-    """The options of torch.compile, or None if stages are not compiled.
+
+def compile_options(given: Any) -> dict[str, Any] | str | None:
+    """The options of torch.compile, None if stages are not compiled, or `GRAPHS`.
 
     >>> compile_options(True), compile_options(False)
     ({}, None)
@@ -34,9 +36,11 @@ def compile_options(given: Any) -> dict[str, Any] | None:
         return None
     if given is True:
         return {}
+    if given == GRAPHS:
+        return GRAPHS
     if not isinstance(given, Mapping):
         raise DriverError(
-            f"compile={brief(given)} is a {type(given).__name__}; give True, or a dict of options of torch.compile"
+            f"compile={brief(given)} is a {type(given).__name__}; give True, 'graphs', or a dict of options of torch.compile"
         )
     options = dict(given)
     known = [name for name in signature(torch.compile).parameters if name != "model"]

@@ -27,7 +27,7 @@ from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.parameters import Initialize, TensorLocation
 from pippy.drivers.protocol.programs import AddProgram
-from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.stages import AskCompiled, Load
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
 from pippy.drivers.protocol.trials import ForgetTrials, RunTrial, TrialResult
@@ -35,7 +35,8 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
-from pippy.drivers.worker.compiling import compile_modules
+from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
+from pippy.drivers.worker.compiling import GRAPHS, compile_modules
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
 from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
@@ -85,8 +86,10 @@ class DriverState:
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
-        if load.compile is not None:
-            compile_modules(self.modules.values(), unpickle(load.compile))
+        options = None if load.compile is None else unpickle(load.compile)
+        self.graphs = GraphsOfStages() if options == GRAPHS else None
+        if options is not None and self.graphs is None:
+            compile_modules(self.modules.values(), options)
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
         self.statistics = StepStatistics.of(self.modules, self.constant)
@@ -131,6 +134,7 @@ class DriverState:
             TakeKept: self.kept.restore,
             HoldState: self._hold_state,
             PutBackState: self._put_back_state,
+            AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
             AddGeneration: self._add_generation,
             Generate: self._generate,
         }
@@ -170,7 +174,7 @@ class DriverState:
                     yield TensorLocation(call, name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        bound = BoundProgram(program, self.modules, self.constant, self.device, self.step_buffers)
+        bound = BoundProgram(program, self.modules, self.constant, self.device, self.step_buffers, self.graphs)
         given, limits = (bound, self.transport, self.device, self.copies), program.out_of_order
         self.programs[program.program] = made = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
         if bound.sums and (self.sums is None or len(program.ranks) >= len(self.sums.program.ranks)):
@@ -219,7 +223,7 @@ class DriverState:
 
         def run() -> StepResult:
             with self._random(executor, step):
-                return executor.run(self._context(step, number))
+                return executor.run(replace(self._context(step, number), tries=True))
 
         result = self.trials.try_out(trial, step.inputs, run)
         self.running = None

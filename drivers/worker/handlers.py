@@ -23,7 +23,6 @@ from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.repeated_forward import cut
 from pippy.drivers.worker.stage_call import StageCall
-from pippy.drivers.worker.stage_runs import AutogradRun
 from pippy.drivers.worker.step_context import Key, StepContext
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS
@@ -136,12 +135,7 @@ def _args(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any
 
 def _run(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
     """Run a stage, and keep the run for its backward."""
-    if call.halves:
-        with call.deferral.recording(inputs) as deferred:
-            outputs = call.run(args)
-    else:
-        outputs, deferred = call.run(args), None
-    step.runs[call.name, microbatch] = AutogradRun(call.name, call.module, outputs, inputs, deferred)
+    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, None if step.tries else step.number)
     return outputs
 
 

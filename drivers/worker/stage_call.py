@@ -1,22 +1,25 @@
 """One call of a stage on a worker: it runs the module, and holds it to what must not change."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from pippy.drivers.protocol.programs import InputIndex
+from pippy.drivers.protocol.programs import filled
+from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.repeated_forward import RepeatedForward
-from pippy.ir.base.trees import map_instances
+from pippy.drivers.worker.stage_runs import AutogradRun, Run
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, snapshot_of_inputs
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class StageCall:
 
     A program may have its ``backward``, and that in ``halves``. ``own`` are the values that nothing else takes, and whose
     memory nothing else has. With ``repeated``, its forward may be run again for the backward; ``outside`` says which of its
-    inputs are made by other computations.
+    inputs are made by other computations. With ``graphs``, its forward and backward are these, where they can be.
     """
 
     name: str
@@ -39,6 +42,7 @@ class StageCall:
     halves: bool = False
     repeated: RepeatedForward | None = None
     outside: Sequence[bool] = ()
+    graphs: StageGraphs | None = None
 
     @cached_property
     def deferral(self) -> WeightDeferral:
@@ -55,15 +59,48 @@ class StageCall:
         """What it draws from that is seeded once for all of a call."""
         return drawn_as_whole(self.module)
 
+    def begin(self, inputs: tuple[Any, ...], args: Sequence[Any], step: int | None) -> tuple[Any, Run]:
+        """Run the forward, in a step or to try it. Gives what it leaves for the backward, too. ``args`` are the inputs, or rows
+        of them."""
+        failure: Exception | None = None
+        if self.graphs is not None and args is inputs and step is not None:
+            try:
+                made = self._in_buffers(lambda inputs: self._run_graphs(inputs, step), inputs)
+            except Exception as error:  # it most often fails without graphs, too, and then says why
+                made, failure = None, error
+            if made is not None:
+                return made
+        if self.halves:
+            with self.deferral.recording(inputs) as deferred:
+                outputs = self.run(args)
+        else:
+            outputs, deferred = self.run(args), None
+        if failure is not None and self.graphs is not None:
+            self.graphs.give_up(inputs, failure)
+        return outputs, AutogradRun(self.name, self.module, outputs, inputs, deferred)
+
     def run(self, inputs: Sequence[Any]) -> Any:
+        """Run the forward."""
+        return self._in_buffers(self._run, inputs)
+
+    def _in_buffers(self, run: Callable[[Sequence[Any]], Result], inputs: Sequence[Any]) -> Result:
         if self.buffers is not None and self.buffers.active:
             with self.buffers.of(self.name):
-                return self._run(inputs)
-        return self._run(inputs)
+                return run(inputs)
+        return run(inputs)
+
+    def _run_graphs(self, inputs: Sequence[Any], step: int) -> tuple[Any, Run] | None:
+        assert self.graphs is not None
+        seed_whole(self.name, self.drawn_as_whole)
+        made = self.graphs.forward(inputs, step)
+        if made is None or not self.memory:
+            return made
+        outputs, run = made
+        return apart_from(self.memory, outputs), run
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         seed_whole(self.name, self.drawn_as_whole)
-        args = inputs if self.template is None else filled(self.template, inputs)
+        args = filled(self.template, inputs)
         before = snapshot_of_inputs(inputs, self.seen) if self.seen else None
         if self.constant:
             with check_unchanged(self.name, self.module, self.constant):
@@ -73,12 +110,3 @@ class StageCall:
         if before is not None:
             check_inputs(before, self.name, self.module)
         return apart_from(self.memory, outputs) if self.memory else outputs
-
-
-def filled(template: Any, inputs: Sequence[Any]) -> Any:
-    """A template with the inputs in their places.
-
-    >>> filled((InputIndex(1), [InputIndex(0), "x"]), inputs=["a", "b"])
-    ('b', ['a', 'x'])
-    """
-    return map_instances(InputIndex, lambda each: inputs[each.index], template)

@@ -56,8 +56,9 @@ class StepContext:
     ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. ``returns``
     are the values to return, if not those of the program, each with the place of the loss if only that is wanted. ``random``
     says of which step the random numbers are. ``adding`` makes the sums of gradients, in a step that adds them up. A step that
-    is ``given_up`` ends at the next computation. ``choose`` chooses tokens for a micro-batch, from logits. Programs that make
-    tokens run many times in one step: ``earlier`` is how many micro-batches the earlier runs had.
+    only ``tries`` something records no graphs. One that is ``given_up`` ends at the next computation. ``choose`` chooses tokens
+    for a micro-batch, from logits. Programs that make tokens run many times in one step: ``earlier`` is how many micro-batches
+    the earlier runs had.
 
     ``live`` is how many micro-batches the stages hold. ``casts`` says whether autocast is on.
     """
@@ -74,6 +75,7 @@ class StepContext:
     returns: Mapping[str, Any] | None = None
     random: RandomStep | None = None
     adding: AddingUp | None = None
+    tries: bool = False
     choose: Callable[[int, torch.Tensor], Any] | None = None
     earlier: int = 0
 

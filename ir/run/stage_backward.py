@@ -1,6 +1,6 @@
 """`stage_backward`, which the backward nodes of a Pipe's graph call, and the sums of its gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,18 +33,20 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     return tuple([_gradient(value) for value in input_values])
 
 
-def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor inside ``output`` that has a gradient, and that gradient."""
+def gradient_pairs(
+    output: Any, gradient: Any, seed: Callable[[Any, float], torch.Tensor] | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor inside ``output`` that has a gradient, and that gradient. ``seed`` makes that of a loss."""
     if gradient is None:
         return
     if isinstance(gradient, float):
-        yield output, _seed(output, gradient)
+        yield output, (seed or _seed)(output, gradient)
     elif isinstance(output, torch.Tensor):
         if output.requires_grad:
             yield output, gradient
     else:
         for item, its_gradient in zip(children(output) or (), gradient, strict=True):
-            yield from gradient_pairs(item, its_gradient)
+            yield from gradient_pairs(item, its_gradient, seed)
 
 
 def loss_inside(seed: Any, value: Any) -> Any:

@@ -48,7 +48,7 @@ def _checking_first_step() -> Iterator[list["CheckReport"]]:
     def checked(self: PipelineDriverBase, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
         if not self.trains:
             return run_async(self, chunks, *args, outputs=outputs, **kwargs)
-        _, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
+        _, kwargs = asked_outputs(self.compiled_pipe, outputs, args, kwargs)
         reports.append(self.check(*(() if chunks is None else (chunks,)), *args, **kwargs))
         click.echo(str(reports[0]))
         raise SystemExit(0 if reports[0] else 1)

@@ -67,7 +67,7 @@ class Evaluation:
         check_chunks(chunks, driver._auto)
         if metric is not None and not callable(metric):
             raise DriverError(f"metric={describe(metric)}: give a function metric(outputs, item) that gives a number")
-        if driver.compiled.loss is None and metric is None:
+        if driver.compiled_pipe.loss is None and metric is None:
             raise DriverError("the Pipe has no loss, so there is nothing to evaluate but a metric; give metric=")
         self.driver, self.data, self.chunks, self.metric, self.name = driver, data, chunks, metric, name
         with evaluating(driver.pipe):  # raises now if the Pipe is not right in evaluation mode
@@ -91,13 +91,13 @@ class Evaluation:
 
     def _sent(self, item: Any) -> Any:
         call = call_of_items([item], self.chunks)
-        has_loss = self.driver.compiled.loss is not None
+        has_loss = self.driver.compiled_pipe.loss is not None
         asked = {"outputs": True} if self.metric is not None and has_loss else loss_alone(self.driver)
         return self.driver.run_async(call.chunks, *call.args, **asked, **call.kwargs)
 
     def _take(self, means: "_Means", item: Any, running: Any) -> None:
         given, rows = running.result(), running.rows or 1
-        if self.driver.compiled.loss is None:
+        if self.driver.compiled_pipe.loss is None:
             loss, outputs = None, given
         else:
             loss, outputs = given if self.metric is not None else (given, None)

@@ -75,7 +75,7 @@ class StepCheck:
         run: RunAside,
     ) -> None:
         self.driver, self.division, self.trains, self.run = driver, division, trains, run
-        self.compiled, self.placed, self.model = driver.compiled, driver.placed, model
+        self.compiled, self.placed, self.model = driver.compiled_pipe, driver.placed, model
         self.left_out: list[str] = []
         norms = {name for name, each in self.model.named_modules() if isinstance(each, _BatchNorm) and each.training}
         if norms and trains:

@@ -99,7 +99,7 @@ def checked_updates(
 
 def check_trains(driver: ModelOnWorkers, what: str) -> None:
     """Raise unless a step of this driver leaves gradients."""
-    if driver.compiled.loss is None:
+    if driver.compiled_pipe.loss is None:
         raise DriverError(f"{what}(): the Pipe has no loss to train with; give pipeline() a loss_fn")
     if not torch.is_grad_enabled():
         raise DriverError(

@@ -31,7 +31,7 @@ Special cases:
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -102,13 +102,14 @@ class DeferredGradients:
             stage_backward(*whole)
         queue, self._queue = self._queue, []
         with torch.no_grad():
-            _accumulate(queue)
+            add_to_grads(_summed(queue))
 
 
-def _accumulate(queue: list[LayerCall]) -> None:
+def add_to_grads(gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Add gradients to the `.grad` of parameters, as soon as there are some."""
     group: dict[nn.Parameter, torch.Tensor] = {}
     size = 0
-    for parameter, gradient in _summed(queue):
+    for parameter, gradient in gradients:
         group[parameter] = gradient
         size += gradient.nbytes
         if size >= _GROUP_BYTES:

@@ -89,20 +89,26 @@ def as_before(changes: Sequence[Change]) -> Iterator[None]:
     """Inside, what a forward has changed is as it was before it."""
     now = [each.held.get(each.name, _MISSING) for each in changes]
     try:
-        for each in changes:
-            _set(each.held, each.name, each.before)
+        restore(changes)
         yield
     finally:
         for each, value in zip(changes, now):
             _set(each.held, each.name, value)
 
 
+def restore(changes: Sequence[Change]) -> None:
+    """Have what a forward has changed as it was before it."""
+    for each in changes:
+        _set(each.held, each.name, each.before)
+
+
 def _held(modules: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
     """The dicts that a forward may change: buffers, and the attributes of modules that are not torch's."""
     for module in modules:
-        if module._buffers:
+        own = not is_of_torch(module)  # it may register a buffer
+        if module._buffers or own:
             yield module._buffers
-        if not is_of_torch(module):
+        if own:
             yield module.__dict__
 
 

@@ -701,4 +701,4 @@ def test_it_stays_within_memory(threads):
 
 
 def division_of(driver, x):
-    return divide_call(driver.compiled, 8, (x, x), {})
+    return divide_call(driver.compiled_pipe, 8, (x, x), {})

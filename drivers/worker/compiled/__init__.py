@@ -1,0 +1,1 @@
+"""Stages whose forward and backward run as flat graphs: F, and B or its halves I and W."""

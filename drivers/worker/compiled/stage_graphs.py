@@ -1,0 +1,397 @@
+"""A stage as flat graphs, one set for each form of its inputs: `StageGraphs`.
+
+    forward    F, recorded and cut when inputs of this form come first        ─▶ outputs, a `GraphRun`
+    backward   B, or I and later W                                            ─▶ gradients, and parameters' `.grad`
+
+What F, I and W compute is what the module and autograd compute, operation by operation; a stage for which this may not hold is
+refused with `NotLowered`, before anything has run.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pippy.drivers.protocol.programs import filled
+from pippy.drivers.worker.halves.split_backward import add_to_grads
+from pippy.drivers.worker.state.forward_state import Before, Place, restore
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
+from pippy.ir.halves.pieces import Pieces
+from pippy.ir.run.may_draw import Draws, module_draws
+from pippy.ir.run.stage_backward import gradient_pairs
+from pippy.ir.run.stage_run import StageRun, run_backward
+
+_CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
+_HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
+
+_recording = threading.Lock()  # make_fx changes classes of torch while it records
+
+
+class GraphsOfStages:
+    """The graphs of the stages of one driver on one worker, by the names of their calls."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, StageGraphs] = {}
+
+    def of(self, name: str, module: nn.Module, template: Any) -> "StageGraphs":
+        """The graphs of a stage, which all programs share."""
+        made = self.stages.get(name)
+        if made is None or made.template != template:
+            made = self.stages[name] = StageGraphs(name, module, template)
+        return made
+
+    def said(self, names: Iterable[str]) -> dict[str, str]:
+        """How each of these stages runs, and why if it has no graphs."""
+        made = self.stages
+        return {name: made[name].said() if name in made else "eager: it has not run with a backward" for name in names}
+
+
+class StageGraphs:
+    """The graphs of one stage, which is called with a ``template`` that its inputs fill.
+
+    >>> stage = nn.Linear(2, 1)
+    >>> graphs = StageGraphs("stage", stage)
+    >>> x = torch.ones(3, 2, requires_grad=True)
+    >>> output, run = graphs.forward([x])
+    >>> (gradient,) = run.backward_input(torch.ones(3, 1))
+    >>> torch.equal(gradient, stage.weight.expand(3, 2)), stage.weight.grad
+    (True, None)
+    >>> run.backward_weight()
+    >>> stage.weight.grad
+    tensor([[3., 3.]])
+    """
+
+    def __init__(self, name: str, module: nn.Module, template: Any = None) -> None:
+        self.name, self.module, self.template = name, module, template
+        self.forms: dict[Any, RecordedForm | str] = {}
+        self._step: int | None = None
+        self._flags: Any = None
+        places: dict[int, list[Place]] = {}
+        for each in module.modules():
+            for held in (each._parameters, each._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append((held, key))
+        self._where = list(places.values())
+
+    def held(self) -> list[torch.Tensor]:
+        """The parameters and buffers that the stage holds now."""
+        return [places[0][0][places[0][1]] for places in self._where]
+
+    def said(self) -> str:
+        """How it runs."""
+        made = sum(isinstance(each, RecordedForm) for each in self.forms.values())
+        reasons = list(dict.fromkeys(each for each in self.forms.values() if isinstance(each, str)))
+        said = [f"graphs for {count_with_noun(made, 'form')} of inputs"] if made else []
+        said += [f"eager: it {each}" for each in reasons]
+        return "; ".join(said) or "eager: it has not run with a backward"
+
+    def forward(self, inputs: Sequence[Any], step: int | None = None) -> "tuple[Any, GraphRun] | None":
+        """Run F. None if there is no such graph. In calls of one ``step``, the flags of modules and tensors are the same."""
+        form = self.form(inputs, step)
+        return None if isinstance(form, str) else form.run(inputs)
+
+    def form(self, inputs: Sequence[Any], step: int | None = None) -> "RecordedForm | str":
+        """The graphs for inputs of this form, or why there are none. They are recorded if it comes for the first time."""
+        key = self._key(inputs, step)
+        form = self.forms.get(key)
+        if form is None:
+            form = self.forms[key] = self._recorded(inputs)
+        return form
+
+    def give_up(self, inputs: Sequence[Any], error: Exception) -> None:
+        """Have inputs of this form run eagerly: that works, and their graph failed."""
+        self.forms[self._key(inputs, None)] = f"fails as graphs: {_reason(error)}"
+
+    def _recorded(self, inputs: Sequence[Any]) -> "RecordedForm | str":
+        try:
+            self._check()
+            with _recording, _disable_current_modes():  # such as one that counts memory
+                return RecordedForm(self, inputs)
+        except NotLowered as error:
+            return str(error)
+        except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+            return f"asks for the values of tensors ({error})"
+        except Exception as error:  # of torch, or of what the stage does
+            return f"cannot be recorded: {_reason(error)}"
+
+    def _key(self, inputs: Sequence[Any], step: int | None) -> Any:
+        if step is None or step != self._step:
+            training = [each.training for each in self.module.modules()]
+            self._flags = (*training, *(each.requires_grad for each in self.held()), surroundings())
+            self._step = step
+        return tuple([_form_of(each) for each in inputs]), self._flags
+
+    def _check(self) -> None:
+        for path, module in self.module.named_modules():
+            if any(getattr(module, each, None) for each in _HOOKS):
+                raise NotLowered(f"has hooks on {path or 'itself'}, which a graph would not run")
+            if isinstance(module, DeferredBatchNorm) and module.training:
+                raise NotLowered("has a DeferredBatchNorm, which notes what it saw in each call")
+        if module_draws(self.module) is Draws.PYTHONS_TOO:
+            raise NotLowered("may draw from the generators of Python or numpy")
+        if any(
+            type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided for each in self.held()
+        ):
+            raise NotLowered("holds tensors of classes of their own")
+
+    @contextmanager
+    def holding(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the stage holds other tensors."""
+        before = self.held()
+        try:
+            self._hold(others)
+            yield
+        finally:
+            self._hold(before)
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, places in zip(tensors, self._where, strict=True):
+            for held, key in places:
+                held[key] = tensor
+
+
+class RecordedForm:
+    """The graphs of a stage for inputs of one form."""
+
+    def __init__(self, graphs: StageGraphs, args: Sequence[Any]) -> None:
+        self.graphs = graphs
+        self.trains = torch.is_grad_enabled()
+        for each in leaves(list(args)):
+            if isinstance(each, torch.Tensor):
+                if type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided:
+                    raise NotLowered(f"is given a tensor that is not a plain one ({describe(each)})")
+            elif not isinstance(each, _CONSTANTS):
+                raise NotLowered(f"is given a {type(each).__name__}")
+        fakes = self.fakes = FakeInputs()
+        self.args = map_tensors(fakes.of, list(args))
+        self.held = [fakes.of(each) for each in graphs.held()]
+        self.outputs = self._outputs()
+        # The gradients of outputs are most often laid out as these.
+        self.cut = self._cut([_tangent(each) for each in tensors(self.outputs)], None)
+        self.backwards: dict[Any, Pieces] = {
+            self._tangent_key([_tangent(each) for each in tensors(self.outputs)]): self.cut
+        }
+
+    def _outputs(self) -> Any:
+        with self.fakes.mode:
+            outputs = self._forward(self.held, list(tensors(self.args)))
+        for each in leaves(outputs):
+            if isinstance(each, torch.Tensor):
+                if type(each).__name__ != "FakeTensor" or each.layout is not torch.strided:
+                    raise NotLowered("gives tensors of classes of their own")
+            elif not isinstance(each, _CONSTANTS):
+                raise NotLowered(f"gives a {type(each).__name__}")
+        return outputs
+
+    def _forward(self, held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+        graphs, items = self.graphs, iter(given)
+        args = filled(graphs.template, map_tensors(lambda _: next(items), self.args))
+        modules = list(graphs.module.modules())
+        before = Before(modules, set())
+        try:
+            with graphs.holding(held):
+                try:
+                    with torch.set_grad_enabled(self.trains):
+                        outputs = nn.Module.__call__(graphs.module, *args)
+                    if any(now is not each for now, each in zip(graphs.held(), held)):
+                        raise NotLowered("puts another tensor in the place of a buffer")
+                finally:
+                    graphs._hold(held)
+        finally:
+            changes, written, _ = before.changes()
+            restore(changes)
+        if changes or written:
+            raise NotLowered(f"changes its attribute {changes[0].name}")
+        return outputs
+
+    def _cut(self, tangents: Sequence[torch.Tensor | None], kept: Sequence[str] | None) -> Pieces:
+        def forward(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return list(tensors(self._forward(held, given)))
+
+        joint = joint_graph(forward, self.held, list(tensors(self.args)), tangents)
+        if kept is None:
+            return Pieces(joint)
+        nodes = {node.name: node for node in joint.module.graph.nodes}
+        return Pieces(joint, [nodes[name] for name in kept])
+
+    def run(self, args: Sequence[Any]) -> "tuple[Any, GraphRun]":
+        piece = self.cut.forward
+        with torch.no_grad():
+            values = piece.module([*self.graphs.held(), *tensors(args)])
+        kept = values[len(self.cut.joint.outputs) :]
+        items = iter(values)
+        outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
+        return outputs, GraphRun(self, kept)
+
+    def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
+        """The cut for gradients of outputs of a form."""
+        key = self._tangent_key(tangents)
+        if key not in self.backwards:
+            with _disable_current_modes():
+                fakes = [None if each is None else self.fakes.of(each) for each in tangents]
+                self.backwards[key] = self._cut(fakes, [node.name for node in self.cut.kept])
+        return self.backwards[key]
+
+    @staticmethod
+    def _tangent_key(tangents: Sequence[torch.Tensor | None]) -> Any:
+        return tuple([None if each is None else (each.stride(), each.dtype) for each in tangents])
+
+
+class GraphRun:
+    """One run of a stage: what its backward needs. Unlike autograd's, it does not hold the outputs."""
+
+    def __init__(self, form: RecordedForm, kept: Sequence[torch.Tensor]) -> None:
+        self.form = form
+        self.kept = list(kept)
+        self.versions = [each._version for each in kept]
+        self.handed: list[torch.Tensor] = []
+        self.cut: Pieces | None = None
+
+    @property
+    def outputs(self) -> Any:
+        """Tensors without data in place of what the stage gave."""
+        return self.form.outputs
+
+    @property
+    def held(self) -> Any:
+        """What is kept of the inputs, and all that is kept."""
+        given = set(self.form.cut.joint.given)
+        return [each for node, each in zip(self.form.cut.kept, self.kept) if node in given], self.kept
+
+    def backward(self, output_grads: Any) -> Sequence[Any]:
+        """Run B: give the gradients of the inputs, and add those of parameters to their `.grad`."""
+        return self._said(self._backward, output_grads)
+
+    def backward_input(self, output_grads: Any) -> Sequence[Any]:
+        """Run I: give the gradients of the inputs."""
+        return self._said(self._backward_input, output_grads)
+
+    def backward_weight(self) -> None:
+        """Run W: add the gradients of parameters to their `.grad`."""
+        self._said(self._backward_weight, None)
+
+    def _said(self, backward: Callable[[Any], tuple[Any, ...]], output_grads: Any) -> tuple[Any, ...]:
+        """Errors name the stage and its lines, as those of autograd do."""
+        graphs = self.form.graphs
+        run = StageRun(self.form.outputs, tuple(self.form.args))
+        return run_backward(graphs.name, graphs.module, run, output_grads, lambda *_: backward(output_grads))
+
+    def _backward(self, output_grads: Any) -> tuple[Any, ...]:
+        values = self._begin(output_grads)
+        if self.cut is None:
+            return self._none()
+        results = self._run(self.cut.backward, values)
+        self._accumulate(results[len(self.cut.joint.given) :])
+        return self._of_inputs(results)
+
+    def _backward_input(self, output_grads: Any) -> tuple[Any, ...]:
+        values = self._begin(output_grads)
+        if self.cut is None:
+            return self._none()
+        cut = self.cut
+        given = len(cut.joint.given)
+        made = cut.backward_input.outputs[given:]
+        results = self._run(cut.backward_input, dict(values))
+        values.update(zip(made, results[given:]))
+        self.handed = [values[node] for node in cut.handed]
+        self.versions = [each._version for each in self.handed]
+        return self._of_inputs(results)
+
+    def _backward_weight(self, _: Any) -> tuple[Any, ...]:
+        if self.cut is not None:
+            handed, self.handed = self.handed, []
+            self._check(handed)
+            self._accumulate(self._run(self.cut.backward_weight, dict(zip(self.cut.handed, handed))))
+        return ()
+
+    def _begin(self, output_grads: Any) -> dict[Any, torch.Tensor]:
+        outputs = self.form.outputs
+        found = {id(output): gradient for output, gradient in gradient_pairs(outputs, output_grads, _seed)}
+        tangents = [found.get(id(each)) if each.requires_grad else None for each in tensors(outputs)]
+        kept, self.kept = self.kept, []
+        self._check(kept)
+        if not found:
+            return {}
+        self.cut = self.form.backward(tangents)
+        given = [each for each in tangents if each is not None]
+        return dict(zip(self.cut.kept, kept)) | dict(zip(self.cut.joint.tangents, given))
+
+    def _check(self, kept: Sequence[torch.Tensor]) -> None:
+        if any(each._version != version for each, version in zip(kept, self.versions)):
+            raise StageError(
+                "a value that the backward needs was changed in place since the forward; use the operation that makes a "
+                "new tensor there"
+            )
+
+    def _run(self, piece: Any, values: dict[Any, torch.Tensor]) -> list[Any]:
+        held = dict(zip(self.cut.joint.held, self.form.graphs.held()))  # type: ignore[union-attr]
+        given = [values[node] if node in values else held[node] for node in piece.inputs]
+        values.clear()
+        with torch.no_grad():
+            return list(piece.module(given))
+
+    def _accumulate(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        held = self.form.graphs.held()
+        add_to_grads((parameter, each) for parameter, each in zip(held, gradients) if each is not None)  # type: ignore[misc]
+
+    def _of_inputs(self, results: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        items = iter(results)
+        return tuple([_gradients(each, items) for each in self.form.args])
+
+    def _none(self) -> tuple[None, ...]:
+        return (None,) * len(self.form.args)
+
+
+def surroundings() -> Any:
+    """What a recorded graph depends on besides the stage and its inputs."""
+    return (
+        torch.is_grad_enabled(),
+        torch._C._is_any_autocast_enabled()
+        and [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")].__repr__(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 200)}"
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return value.shape, strides, value.dtype, value.device, value.requires_grad, type(value)
+    items = children(value)
+    if items is not None:
+        return type(value), tuple(map(_form_of, items))
+    return type(value), value if isinstance(value, _CONSTANTS) else None
+
+
+def _tangent(output: torch.Tensor) -> torch.Tensor | None:
+    return torch.empty_like(output) if output.requires_grad else None
+
+
+def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return value.detach().requires_grad_(requires_grad)
+
+
+def _seed(loss: torch.Tensor, gradient: float) -> torch.Tensor:
+    return torch.full((), gradient, dtype=loss.dtype, device=loss.device)
+
+
+def _gradients(value: Any, items: Iterator[torch.Tensor | None]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(items)
+    found = tuple([_gradients(each, items) for each in children(value) or ()])
+    return found if any(each is not None for each in found) else None

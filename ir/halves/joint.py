@@ -1,0 +1,217 @@
+"""A stage's forward and backward as one flat graph of torch's operations: ``joint_graph``.
+
+    held      parameters and buffers  ─┐                   ┌─▶ outputs
+    given     the tensors it is given ─┼─▶  joint graph  ──┼─▶ gradients of what was given
+    tangents  gradients of outputs    ─┘                   └─▶ gradients of what is held
+
+It is recorded on tensors without data, so for these shapes, strides, dtypes and flags only. Autograd itself makes the second
+half, so the operations are those that eager autograd runs, in their order, and in place where they are in place: the same
+operation on other strides may round differently. Random numbers are drawn as in the stage: the operations that seed the
+generators are nodes, in front of those that draw.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from pippy.ir.base.errors import StageError
+from pippy.ir.halves.smallest_cut import is_cheap, is_view
+from pippy.ir.run.keyed_draws import draw_key, drawing_with, seed_draws
+
+# They write the running statistics, and their schemas do not say so.
+_WRITERS = [getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")]
+Forward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class NotLowered(StageError):
+    """A stage that has no such graph. The text says why: it goes on behind "it"."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph, and which of its nodes are what. A tensor without a gradient has None.
+
+    ``forward`` are the nodes of the forward. ``before`` has, for each node that reads or writes memory that is written in
+    place, the one that did so before it.
+    """
+
+    module: fx.GraphModule
+    held: Sequence[fx.Node]
+    given: Sequence[fx.Node]
+    tangents: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    given_gradients: Sequence[fx.Node | None]
+    held_gradients: Sequence[fx.Node | None]
+    forward: frozenset[fx.Node]
+
+    @cached_property
+    def before(self) -> dict[fx.Node, set[fx.Node]]:
+        written = {memory for node in self.module.graph.nodes for memory in written_by(node)}
+        found: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        last: dict[int | None, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            if node.op == "call_function" and not is_view(node):
+                for memory in {storage_of(each) for each in (node, *node.all_input_nodes)} & written:
+                    if memory in last:
+                        found[node].add(last[memory])
+                    last[memory] = node
+        return dict(found)
+
+    @cached_property
+    def effects(self) -> frozenset[fx.Node]:
+        """The nodes of the forward that do something besides giving a value: they draw, or write a buffer."""
+        memory = {storage_of(node) for node in self.held}
+        return frozenset(
+            node
+            for node in self.forward
+            if draws_or_seeds(node) or memory & written_by(node) or node.target in _WRITERS
+        )
+
+    @cached_property
+    def touched(self) -> frozenset[fx.Node]:
+        """The nodes that read or write memory that is written in place."""
+        return frozenset({*self.before, *(each for some in self.before.values() for each in some)})
+
+    def needed_by(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The nodes that have to run before a node."""
+        return [*node.all_input_nodes, *self.before.get(node, ())]
+
+    def repeats(self, node: fx.Node) -> bool:
+        """Whether a node may be computed again, later: it is cheap, and what it reads is not written meanwhile."""
+        return is_cheap(node) and node not in self.touched
+
+
+class FakeInputs:
+    """Tensors without data that stand for others, with the same shapes, strides, dtypes, devices and flags."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that stands for this one."""
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(tensor.requires_grad)
+
+
+def joint_graph(
+    forward: Forward,
+    held: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor | None],
+) -> Joint:
+    """Record ``forward``, which takes what is held and what is given, and its backward. ``tangents`` has a gradient for each
+    output, or None."""
+    gradients = [each for each in tangents if each is not None]
+    counts: list[int] = []
+
+    def step(
+        held: Sequence[torch.Tensor], given: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        outputs = list(forward(held, given))
+        counts.append(len(outputs))
+        _note(_forward_ends)
+        seeded = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        leaves = [each for each in (*given, *held) if each.requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if seeded and leaves:
+            found = torch.autograd.grad(seeded, leaves, gradients, allow_unused=True)
+        inputs = sum(each.requires_grad for each in given)
+        return [*outputs, *map(_laid_out, leaves[:inputs], found), *found[inputs:]]
+
+    with drawing_with(_NotedKey()):  # type: ignore[arg-type]
+        module = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(held, given, gradients)
+    flags = [[each.requires_grad for each in some] for some in (held, given)]
+    return _joint(module, flags[0], flags[1], counts[0])
+
+
+def _laid_out(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of an input with the strides that autograd gives to its `.grad`."""
+    if gradient is None:
+        return None
+    strides = torch.empty_like(leaf).stride()
+    if all(one == other or size == 1 for one, other, size in zip(gradient.stride(), strides, gradient.shape)):
+        return gradient
+    return torch.empty_like(leaf).copy_(gradient)
+
+
+def _note(function: Callable[..., None], *args: Any) -> None:
+    """Have the graph that is recorded call a function here."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    mode.tracer.create_node("call_function", function, args, {})
+
+
+def _forward_ends() -> None:
+    """Stands between the nodes of the forward and those of the backward."""
+
+
+def seed_now(name: str, pythons: bool) -> None:
+    """Seed the generators for an operation, with the key of the micro-batch that runs."""
+    seed_draws(draw_key(), name, pythons)
+
+
+class _NotedKey:
+    """In place of a key: it notes in the graph what is seeded where."""
+
+    def seed(self, name: str, pythons: bool) -> None:
+        _note(seed_now, name, pythons)
+
+
+def draws_or_seeds(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or seeds what they are drawn from."""
+    return node.target is seed_now or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """What the nodes that share memory have in common; None for one that gives no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def written_by(node: fx.Node) -> set[int]:
+    """The memory that a node writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    given = dict(zip([each.name for each in schema.arguments], node.args)) | node.kwargs
+    written = [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+    nodes = [each for some in written for each in (some if isinstance(some, (list, tuple)) else [some])]
+    return {memory for each in nodes if isinstance(each, fx.Node) and (memory := storage_of(each)) is not None}
+
+
+def _joint(module: fx.GraphModule, held_flags: Sequence[bool], given_flags: Sequence[bool], outputs: int) -> Joint:
+    nodes = list(module.graph.nodes)
+    places = [node for node in nodes if node.op == "placeholder"]
+    count = len(held_flags)
+    held, given, tangents = places[:count], places[count : count + len(given_flags)], places[count + len(given_flags) :]
+    at_end = next(at for at, node in enumerate(nodes) if node.target is _forward_ends)
+    results = list(nodes[-1].args[0])
+    gradients = iter(results[outputs:])
+    given_gradients = [next(gradients) if flag else None for flag in given_flags]
+    held_gradients = [next(gradients) if flag else None for flag in held_flags]
+    joint = Joint(
+        module, held, given, tangents, results[:outputs], given_gradients, held_gradients, frozenset(nodes[:at_end])
+    )
+    _check(joint, {storage_of(node) for node, flag in zip(held, held_flags) if flag})
+    return joint
+
+
+def _check(joint: Joint, parameters: set[int | None]) -> None:
+    given = {storage_of(node) for node in (*joint.given, *joint.tangents)}
+    buffers = {storage_of(node) for node in joint.held}
+    for node in joint.module.graph.nodes:
+        written, ahead = written_by(node), node in joint.forward
+        if written & parameters:
+            raise NotLowered("changes a parameter in place")
+        if written & given:
+            raise NotLowered("changes in place what it is given")
+        if written & buffers and not ahead:
+            raise NotLowered("changes a buffer in its backward")
+        if draws_or_seeds(node) and not ahead:
+            raise NotLowered("draws random numbers in its backward")

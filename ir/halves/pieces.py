@@ -1,0 +1,166 @@
+"""A joint graph, cut into the pieces that a schedule runs: F, and B or its halves I and W.
+
+    F   what is held, what is given         ─▶  outputs, what is kept
+    I   held, kept, gradients of outputs    ─▶  gradients of what was given, what is handed on
+    W   held, handed on                     ─▶  gradients of parameters
+    B   I and W in one
+
+What is kept and what is handed on are the smallest cuts: views and quick operations are computed again behind it. I computes
+what a gradient of an input needs, and W the rest. What I computes by the way, as the gradient of a norm's weight, it hands on.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from pippy.ir.base.errors import StageError
+from pippy.ir.halves.joint import Joint
+from pippy.ir.halves.smallest_cut import smallest_cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A graph of its own, and the nodes of the joint graph that its inputs and outputs are.
+
+    The module takes one list, and empties it: so a value is freed right after the operation that reads it last.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node | None]
+
+
+class _TakesAList(CodeGen):
+    """Code whose function takes its values in one list."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: bool) -> str:
+        names = [each.split(":")[0].split("=")[0].strip() for each in free_vars if each != "self"]
+        taken = "".join(f"{name}, " for name in names)
+        return f"def {self._func_name}(self, values):\n    {f'({taken}) = values; ' if names else ''}values.clear()\n"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a joint graph.
+
+    ``kept_before`` is what F keeps, if that is settled: F has run, and this is for gradients of other outputs or of other
+    strides.
+    """
+
+    joint: Joint
+    kept_before: Sequence[fx.Node] | None = None
+
+    @cached_property
+    def kept(self) -> Sequence[fx.Node]:
+        """What F keeps for the backward, besides what is held."""
+        if self.kept_before is not None:
+            return self.kept_before
+        joint = self.joint
+        return smallest_cut(
+            _nodes(self._gradients),
+            {*joint.tangents, *joint.held},
+            joint.needed_by,
+            lambda node: node in joint.forward,
+            joint.repeats,
+        )
+
+    @cached_property
+    def handed(self) -> Sequence[fx.Node]:
+        """What is handed on to W: of what was kept, of the gradients of outputs, and of what I computed."""
+        there, joint, inside = self._given_to_backward, self.joint, self._inside
+        return smallest_cut(
+            _nodes(joint.held_gradients),
+            joint.held,
+            joint.needed_by,
+            lambda node: node in inside or node in there,
+            lambda node: node not in there and joint.repeats(node),
+        )
+
+    @cached_property
+    def forward(self) -> Piece:
+        """The piece F."""
+        joint = self.joint
+        outputs, inputs = [*joint.outputs, *self.kept], [*joint.held, *joint.given]
+        nodes = self._closure([*outputs, *joint.effects], inputs, ())
+        return _piece(joint, inputs, outputs, nodes)
+
+    @cached_property
+    def backward(self) -> Piece:
+        """The piece B."""
+        return self._behind(self._gradients, self._given_to_backward, self.joint.forward)
+
+    @cached_property
+    def backward_input(self) -> Piece:
+        """The piece I."""
+        there = self._given_to_backward
+        made = [node for node in self.handed if node not in there]
+        return self._behind([*self.joint.given_gradients, *made], there, self.joint.forward)
+
+    @cached_property
+    def backward_weight(self) -> Piece:
+        """The piece W."""
+        return self._behind(self.joint.held_gradients, set(self.handed), self.joint.forward | self._inside)
+
+    @property
+    def _gradients(self) -> Sequence[fx.Node | None]:
+        return [*self.joint.given_gradients, *self.joint.held_gradients]
+
+    @property
+    def _given_to_backward(self) -> set[fx.Node]:
+        return {*self.kept, *self.joint.tangents}
+
+    @cached_property
+    def _inside(self) -> set[fx.Node]:
+        """What I computes for gradients of inputs."""
+        there = {*self._given_to_backward, *self.joint.held}
+        return self._closure(self.joint.given_gradients, there, self.joint.forward)
+
+    def _behind(
+        self, outputs: Sequence[fx.Node | None], there: Collection[fx.Node], done: Collection[fx.Node]
+    ) -> Piece:
+        """A piece of the backward that takes what is there and what is held. Nodes that are ``done`` ran in other pieces."""
+        joint = self.joint
+        nodes = self._closure(outputs, {*there, *joint.held}, done)
+        for node in nodes:
+            if node in done and not joint.repeats(node):
+                raise StageError(f"{node.name} was computed, is needed again, and was not kept: a fault of the cut")
+        read = {each for node in nodes for each in node.all_input_nodes} | set(outputs)
+        return _piece(joint, [node for node in (*joint.held, *sorted(there)) if node in read], outputs, nodes)
+
+    def _closure(
+        self, wanted: Iterable[fx.Node | None], without: Collection[fx.Node], done: Collection[fx.Node]
+    ) -> set[fx.Node]:
+        """The nodes that have to run for those that are wanted, if some values are there, and other nodes ran before."""
+        need: set[fx.Node] = set()
+        stack = _nodes(wanted)
+        while stack:
+            node = stack.pop()
+            if node not in need and node not in without:
+                need.add(node)
+                stack.extend(node.all_input_nodes)
+                stack.extend(each for each in self.joint.before.get(node, ()) if each not in done)
+        items = {user for node in need for user in node.users if user.target is operator.getitem}
+        return need | items.difference(without)
+
+
+def _nodes(some: Iterable[fx.Node | None]) -> list[fx.Node]:
+    return [each for each in some if each is not None]
+
+
+def _piece(
+    joint: Joint, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None], nodes: Collection[fx.Node]
+) -> Piece:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in sorted(nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([None if each is None else copies[each] for each in outputs])
+    graph.set_codegen(_TakesAList())
+    return Piece(fx.GraphModule(joint.module, graph), inputs, outputs)
