@@ -102,7 +102,7 @@ def _line_of(error: BaseException) -> str:
     """The line of the user's code that raised, if it was Python code."""
     torchs = os.path.dirname(torch.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
-    if not own:
+    users = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+    if not users:
         return ""
-    return f"\n  {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
+    return f"\n  {users[-1].filename}:{users[-1].lineno}, in {users[-1].name}: {users[-1].line}"

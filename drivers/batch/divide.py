@@ -87,8 +87,10 @@ class Divider:
             return self.custom(value, spec, path)
         held = items_with_paths(value, path)
         if held is not None:
-            specs, whole = specs_of_items(spec, value, path), is_spec(spec)
-            divided = [self.divide(item, its, where, not whole) for (where, item), its in zip(held, specs)]
+            specs, is_of_all = specs_of_items(spec, value, path), is_spec(spec)
+            divided = [
+                self.divide(item, item_spec, where, not is_of_all) for (where, item), item_spec in zip(held, specs)
+            ]
             return with_children(value, divided) if held else SameForAll(value)
         if isinstance(spec, Replicate):
             return same_for_all(value)
@@ -192,7 +194,7 @@ class Divider:
 
     def _agreed(self, first: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
         path, sizes = first
-        others = [f"\n  {where}: {theirs}" for where, theirs in self.given_sizes if theirs != sizes]
+        others = [f"\n  {where}: {other_sizes}" for where, other_sizes in self.given_sizes if other_sizes != sizes]
         others += [f"\n  {where}: {rows} rows, {what}" for where, what, rows in self.rows if rows != sum(sizes)]
         if others:
             raise MicrobatchError(
@@ -235,10 +237,10 @@ class Divider:
 
 def _are_offsets(value: Any, flat: Any) -> bool:
     """Whether a value says where each row begins in ``flat``, as nn.EmbeddingBag takes them."""
-    both = all(
+    are_indices = all(
         isinstance(each, torch.Tensor) and each.dim() == 1 and not each.is_floating_point() for each in (value, flat)
     )
-    if not both or value is flat or not len(value) or value.dtype == torch.bool:
+    if not are_indices or value is flat or not len(value) or value.dtype == torch.bool:
         return False
     return bool(value[0] == 0 and (value.diff() >= 0).all() and value[-1] <= len(flat))
 

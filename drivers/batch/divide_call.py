@@ -35,10 +35,10 @@ def divide_call(
     """
     values = bind(compiled, args, kwargs)
     users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
-    found = _specs_of_call(compiled, args, kwargs, chunk_spec, "chunk_spec")
+    by_name = _specs_of_call(compiled, args, kwargs, chunk_spec, "chunk_spec")
     for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
-        found[name] = _either(name, found.get(name), dim)
-    by_input = {name: found[user] for name, user in users.items() if user in found}
+        by_name[name] = _either(name, by_name.get(name), dim)
+    by_input = {name: by_name[user] for name, user in users.items() if user in by_name}
     division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
     names = guarded_inputs(compiled, division)
     if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
@@ -83,7 +83,7 @@ def _either(name: str, spec: Any, dim: Any) -> Any:
         spec = spec if isinstance(spec, tuple) else (spec,) * len(dim)
         longest = max(len(spec), len(dim))
         padded = [(*each, *(None,) * (longest - len(each))) for each in (spec, dim)]
-        return tuple(_either(f"{name}[{index}]", *both) for index, both in enumerate(zip(*padded)))
+        return tuple(_either(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(*padded)))
     if spec is not None and dim is not None:
         raise MicrobatchError(
             f"{name} has both a spec, {brief(spec)}, and a batch dim, {brief(dim)}; give only one of them"
@@ -104,11 +104,11 @@ def _specs_of_call(
             f"{what} is {brief(specs)}, and the call has {len(args)} positional arguments; give one for each, in order, or a "
             "dict by name"
         )
-    given, found = [*specs, *[None] * (len(args) - len(specs))], {}
+    in_order, by_name = [*specs, *[None] * (len(args) - len(specs))], {}
     if compiled.target_name is not None and compiled.target_name not in kwargs:
-        found[compiled.target_name] = given.pop()
-    found.update(call_signature(compiled).bind_partial(*given).arguments)
-    return {name: spec for name, spec in found.items() if spec is not None}
+        by_name[compiled.target_name] = in_order.pop()
+    by_name.update(call_signature(compiled).bind_partial(*in_order).arguments)
+    return {name: spec for name, spec in by_name.items() if spec is not None}
 
 
 def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[st
     parameters = call_signature(compiled).parameters
     rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)
     known = [*parameters, *([compiled.target_name] if compiled.target_name else [])]
-    found = {name: spec for name, spec in specs.items() if name in known and spec is not None}
+    by_name = {name: spec for name, spec in specs.items() if name in known and spec is not None}
     unknown = {name: spec for name, spec in specs.items() if name not in known and spec is not None}
     if unknown and rest is None:
         raise MicrobatchError(f"{what} names {list(unknown)}, which are not inputs; the inputs are {', '.join(known)}")
     if unknown and rest is not None:
-        found[rest] = {**found.get(rest, {}), **unknown}
-    return found
+        by_name[rest] = {**by_name.get(rest, {}), **unknown}
+    return by_name

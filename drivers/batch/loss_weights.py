@@ -136,12 +136,12 @@ def _all_ignored(reduction: Reduction, division: Division, target: str | None) -
     """The micro-batches in which the loss ignores every target, so that its mean over them is 0 / 0; not if all are so."""
     if not reduction.counts or target is None or target not in division.arguments:
         return set()
-    given = division.arguments[target]
-    if not isinstance(given, CutTensor) or given.value.dtype != torch.int64 or is_sparse(given.value):
+    targets = division.arguments[target]
+    if not isinstance(targets, CutTensor) or targets.value.dtype != torch.int64 or is_sparse(targets.value):
         return set()
     counts = _counted(replace(reduction, weight=None), division, target) or []
-    found = {index for index, count in enumerate(counts) if not count}
-    return found if len(found) < len(counts) else set()
+    ignored = {index for index, count in enumerate(counts) if not count}
+    return ignored if len(ignored) < len(counts) else set()
 
 
 def _by_rows(division: Division) -> tuple[float, ...]:

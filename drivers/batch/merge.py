@@ -105,8 +105,8 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
         )
     if not is_spec(spec):
         items = items_with_paths(value, path) or []
-        for (where, item), own in zip(items, specs_of_items(spec, value, path)):
-            check_leaves_loss_alone(own, item, where)
+        for (where, item), item_spec in zip(items, specs_of_items(spec, value, path)):
+            check_leaves_loss_alone(item_spec, item, where)
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class _Merge:
                 f"{_two(values, lambda a, b: len(a) == len(b))}; give a function that merges the list of values"
             )
         columns = zip(*[[item for _, item in each or ()] for each in held])
-        specs, whole = specs_of_items(spec, values[0], path), is_spec(spec)
+        specs, is_of_all = specs_of_items(spec, values[0], path), is_spec(spec)
         parts = _shared_parts(shared, len(specs))
         merged = [
-            self.tree(list(each), its, where, part, not whole)
-            for each, its, where, part in zip(columns, specs, names[0], parts)
+            self.tree(list(each), item_spec, where, part, not is_of_all)
+            for each, item_spec, where, part in zip(columns, specs, names[0], parts)
         ]
         return with_children(values[0], merged) if merged else values[0]
 
@@ -190,7 +190,7 @@ class _Merge:
         if self.mask and self.follows(values, spec.dim):
             assert self.sizes is not None
             starts = [sum(self.sizes[:index]) for index in range(len(values))]
-            values = [narrow(value, spec.dim, *own) for value, *own in zip(values, starts, self.sizes)]
+            values = [narrow(value, spec.dim, *rows) for value, *rows in zip(values, starts, self.sizes)]
         try:
             return cat(values, spec.dim)
         except RuntimeError as error:

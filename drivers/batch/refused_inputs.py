@@ -7,9 +7,9 @@ from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.trees import describe, tensors
 
 
-def refuse_inputs(given: Sequence[Any], trains: bool) -> None:
+def refuse_inputs(inputs: Sequence[Any], trains: bool) -> None:
     """Raise if some of the inputs have no numbers, or require gradients that nobody would get."""
-    held = list(tensors(given))
+    held = list(tensors(inputs))
     empty = [describe(tensor) for tensor in held if tensor.is_meta]
     if empty:
         raise DriverError(

@@ -173,14 +173,14 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     if spec is None or isinstance(spec, int) or is_spec(spec):
         return [spec] * len(held)
     names = item_names(value)
-    given = _by_name(spec)
-    if names is not None and given is not None:
-        unknown = [name for name in given if name not in names]
+    by_name = _by_name(spec)
+    if names is not None and by_name is not None:
+        unknown = [name for name in by_name if name not in names]
         if unknown:
             raise MicrobatchError(f"the spec for {path} names {unknown}, but {path} only has {names}")
-        return [given.get(name) for name in names]
+        return [by_name.get(name) for name in names]
     inside = children(spec)
-    if inside is None or given is not None or len(inside) != len(held):
+    if inside is None or by_name is not None or len(inside) != len(held):
         raise MicrobatchError(
             f"the spec for {path} is {describe(spec)}, and {path} is {describe(value)}; give one spec for all of it, or specs "
             "in the same shape"

@@ -25,23 +25,23 @@ _PLACE_OF_FLAG: dict[Any, int] = {  # scale_grad_by_freq among the arguments
 
 def check_whole_batch_gradients(compiled: Compiled, chunks: int) -> None:
     """Raise if a micro-batch would compute another gradient than its share of the mini-batch's."""
-    found = list(_scaled_by_frequency(compiled)) if chunks > 1 else []
-    if found:
+    lines = list(_scaled_by_frequency(compiled)) if chunks > 1 else []
+    if lines:
         raise DriverError(
             "an embedding has scale_grad_by_freq=True: its gradient is divided by how often each word occurs in "
             f"the batch, but each of the {chunks} micro-batches would count only its own words; use chunks=1, or "
-            "leave scale_grad_by_freq out:\n" + "\n".join(found)
+            "leave scale_grad_by_freq out:\n" + "\n".join(lines)
         )
 
 
 def check_changed_parameters(compiled: Compiled, chunks: int) -> None:
     """Raise if forward changes a parameter, as an averaged teacher, and each micro-batch would do it again."""
-    found = dict(_changed_parameters(compiled)) if chunks > 1 else {}
-    if found:
+    changed = dict(_changed_parameters(compiled)) if chunks > 1 else {}
+    if changed:
         raise DriverError(
-            f"forward changes {', '.join(some(list(map(repr, found))))} in place. The plain model does so once; the "
+            f"forward changes {', '.join(some(list(map(repr, changed))))} in place. The plain model does so once; the "
             f"pipeline would do so {chunks} times, once for each micro-batch:\n"
-            f"{next(iter(found.values()))}\n"
+            f"{next(iter(changed.values()))}\n"
             f"What to do: chunks=1{OUT_OF_FORWARD}"
         )
 

@@ -296,9 +296,9 @@ class PipelineDriverBase(ModelOnWorkers):
         the same as the plain model, with 2 micro-batches: the loss, 1 output, 4 gradients and 4 parameters after an update
         largest difference ...
         """
-        given = [each for each in args[:1] if isinstance(each, int) and not isinstance(each, bool)]
-        chunks = given[0] if given else self._usual_chunks()
-        args = args[len(given) :]
+        numbers = [each for each in args[:1] if isinstance(each, int) and not isinstance(each, bool)]
+        chunks = numbers[0] if numbers else self._usual_chunks()
+        args = args[len(numbers) :]
         check_chunks(chunks, None)
         self.filling.check("check()")
         surroundings = surroundings_of("check")
@@ -348,8 +348,8 @@ class PipelineDriverBase(ModelOnWorkers):
         True
         """
         check_trains(self, "train_batch")
-        given = self._optimizers if optimizer is None else optimizer
-        updates = checked_updates(self, given, scheduler, scaler or self._grad_scaler, max_norm, None)
+        optimizers = self._optimizers if optimizer is None else optimizer
+        updates = checked_updates(self, optimizers, scheduler, scaler or self._grad_scaler, max_norm, None)
         call = next_call(data_iter, chunks, "train_batch")
         loss = self.run(call.chunks, *call.args, **loss_alone(self), **call.kwargs)
         updates.apply(self)
@@ -405,10 +405,10 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        made = Recording(limit, memory=memory, model=model_names(self.compiled_pipe))
-        before, self.steps.recording = self.steps.recording, made
+        recording = Recording(limit, memory=memory, model=model_names(self.compiled_pipe))
+        before, self.steps.recording = self.steps.recording, recording
         try:
-            yield made
+            yield recording
         finally:
             self.steps.recording = before
 

@@ -123,7 +123,7 @@ class StepRunner:
         unchecked = None
         if self.first_step is not None and call.trains:
             unchecked = self.first_step.check(call.division, call.columns)
-            if self.first_step.found is not None:
+            if self.first_step.told_reduction is not None:
                 results = self.results(call, self.settings.output_spec)
         unprobed = (chunks, call.trains, outputs is not None)
         record = self.recording

@@ -166,13 +166,13 @@ class StepCheck:
             map_divided(lambda leaf: cut.append(leaf) if isinstance(leaf, CutTensor) else None, value)
         if self.division.sizes is None or any(each.value.layout is not torch.strided for each in cut):
             return {}
-        found, rows = (
+        numbers, rows = (
             plain.step(PlainCall.of(self.compiled, self.division, turned=True), self.trains),
             sum(self.division.sizes),
         )
         return {
             key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
-            for key, each in found.items()
+            for key, each in numbers.items()
         }
 
     def _floor(self, plain: PlainModel) -> float:
@@ -203,11 +203,11 @@ class StepCheck:
     def _stale_copies(self) -> list[Difference]:
         """The copies of parameters and buffers on the workers that differ from the first copy."""
         places = {name: self.placed.locations(name) for name in self.names}
-        several = {name: found for name, found in places.items() if len(found) > 1}
+        several = {name: locations for name, locations in places.items() if len(locations) > 1}
         wanted: dict[int, list[TensorLocation]] = {}
-        for worker, place in [each for found in several.values() for each in found]:
+        for worker, place in [each for locations in several.values() for each in locations]:
             wanted.setdefault(worker, []).append(place)
-        bodies = {worker: GiveState(tuple(found)) for worker, found in wanted.items()}
+        bodies = {worker: GiveState(tuple(locations)) for worker, locations in wanted.items()}
         answers = self.driver.commands.call(bodies) if bodies else {}
         held = {(worker, place): value for worker in wanted for place, value in answers[worker].tensors.items()}
         return [
@@ -255,9 +255,9 @@ class StepCheck:
             hooks = {name: GradientHooks.of(each) for name, each in self.driver.pipe.named_parameters()}
             search = OriginSearch(self.compiled, self.division, weights, seen, before, gradients, hooks, floor)
             with untouched_random_state():
-                found = search.find()
-            if found is not None:
-                return found
+                origin = search.find()
+            if origin is not None:
+                return origin
         return _by_place(differences)
 
     def _named(self, origin: Origin) -> Origin:
@@ -283,9 +283,11 @@ def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
             "check() runs the plain model in this process, which cannot be done with a model on the meta device; "
             "check a smaller model of the same classes, with fewer or narrower layers"
         )
-    ours = {name: each.shape for name, each in named_state(driver.pipe) if not name.startswith(f"{LOSS}.")}
-    theirs = {name: each.shape for name, each in named_state(model)}
-    odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    pipe_shapes = {name: each.shape for name, each in named_state(driver.pipe) if not name.startswith(f"{LOSS}.")}
+    model_shapes = {name: each.shape for name, each in named_state(model)}
+    odd = sorted(
+        name for name in pipe_shapes.keys() | model_shapes.keys() if pipe_shapes.get(name) != model_shapes.get(name)
+    )
     if odd:
         raise DriverError(
             f"check(model=...) was given a {type(model).__name__} whose parameters and buffers are not those of the Pipe's "

@@ -41,7 +41,7 @@ class RowComparison:
     """
 
     rows: TriedRows
-    way: LossReduction
+    reduction: LossReduction
     whole: Tried
     parts: Tried
     allowed: float  # of the loss
@@ -98,76 +98,79 @@ class Comparisons:
     def __init__(self, trials: TrialSteps) -> None:
         self.trials, self.compiled = trials, trials.placed.compiled
 
-    def weights(self, division: Division, way: LossReduction) -> tuple[float, ...]:
+    def weights(self, division: Division, reduction: LossReduction) -> tuple[float, ...]:
         """The weights of micro-batches' losses."""
-        if way.single:
+        if reduction.single:
             return (1.0,) * division.chunks
-        return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, way.how)
+        return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, reduction.how)
 
-    def counting(self, rows: TriedRows, way: LossReduction) -> TriedRows:
+    def counting(self, rows: TriedRows, reduction: LossReduction) -> TriedRows:
         """The rows in an order in which both micro-batches have a weight, if there is one; else nothing would be compared."""
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
-        return next((each for each in turned if all(self.weights(each.divided(2), way))), rows)
+        return next((each for each in turned if all(self.weights(each.divided(2), reduction))), rows)
 
-    def begun(self, rows: TriedRows, way: LossReduction, watch: bool = False) -> RowComparison:
+    def begun(self, rows: TriedRows, reduction: LossReduction, watch: bool = False) -> RowComparison:
         """Compare once. With ``watch``, workers note what the model asks. Raises `Unlike` if there is nothing to compare."""
-        rows = self.counting(rows, way)
-        whole = self._tried(rows, way, Purpose.REFERENCE, watch)
+        rows = self.counting(rows, reduction)
+        whole = self._tried(rows, reduction, Purpose.REFERENCE, watch)
         if not (math.isfinite(whole.loss) and whole.is_finite):
             raise NotFinite(f"the loss of a few rows is {whole.loss}, or a gradient is no number")
-        return RowComparison(rows, way, whole, self._tried(rows, way, Purpose.COMPARED), self._allowed(whole, 0.0))
+        return RowComparison(
+            rows, reduction, whole, self._tried(rows, reduction, Purpose.COMPARED), self._allowed(whole, 0.0)
+        )
 
-    def by(self, found: RowComparison, way: LossReduction) -> RowComparison:
+    def by(self, comparison: RowComparison, reduction: LossReduction) -> RowComparison:
         """The comparison that was begun last, with another reduction."""
-        return replace(found, way=way, parts=self._tried(found.rows, way, Purpose.COMPARED))
+        return replace(comparison, reduction=reduction, parts=self._tried(comparison.rows, reduction, Purpose.COMPARED))
 
-    def measured(self, found: RowComparison) -> RowComparison:
+    def measured(self, comparison: RowComparison) -> RowComparison:
         """The comparison with measured rounding. Rounding is measured only if it may explain the differences."""
-        off = abs(found.parts.loss - found.whole.loss)
-        if found.agrees or (off > self._allowed(found.whole, math.inf) and not found.buffers_differ):
-            return found
-        turned = self._tried(found.rows, found.way, Purpose.NOISE)
-        parts = self._tried(found.rows, found.way, Purpose.COMPARED, follow=True)
+        off = abs(comparison.parts.loss - comparison.whole.loss)
+        if comparison.agrees or (off > self._allowed(comparison.whole, math.inf) and not comparison.buffers_differ):
+            return comparison
+        turned = self._tried(comparison.rows, comparison.reduction, Purpose.NOISE)
+        parts = self._tried(comparison.rows, comparison.reduction, Purpose.COMPARED, follow=True)
         if any(each.kind == "buffer" for each in parts.differences):
-            parts = self._tried(found.rows, found.way, Purpose.COMPARED, follow=True)  # they change once in a step now
-        allowed = self._allowed(found.whole, abs(turned.loss - found.whole.loss))
-        return replace(found, parts=parts, allowed=allowed)
+            # Buffers change once in a step now.
+            parts = self._tried(comparison.rows, comparison.reduction, Purpose.COMPARED, follow=True)
+        allowed = self._allowed(comparison.whole, abs(turned.loss - comparison.whole.loss))
+        return replace(comparison, parts=parts, allowed=allowed)
 
-    def cut_elsewhere(self, found: RowComparison) -> RowComparison:
+    def cut_elsewhere(self, comparison: RowComparison) -> RowComparison:
         """Compare two other micro-batches too, if the first two agree."""
-        if not found.agrees or sum(found.rows.sizes) == 2:
-            return found
-        rows = self.counting(found.rows.cut_elsewhere(), found.way)
-        other = replace(found, rows=rows, parts=self._tried(rows, found.way, Purpose.COMPARED))
-        return replace(found, elsewhere=self.measured(other))
+        if not comparison.agrees or sum(comparison.rows.sizes) == 2:
+            return comparison
+        rows = self.counting(comparison.rows.cut_elsewhere(), comparison.reduction)
+        other = replace(comparison, rows=rows, parts=self._tried(rows, comparison.reduction, Purpose.COMPARED))
+        return replace(comparison, elsewhere=self.measured(other))
 
-    def compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
+    def compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
         """Compare the rows, cut in two places."""
-        return self.cut_elsewhere(self.measured(self.begun(rows, way)))
+        return self.cut_elsewhere(self.measured(self.begun(rows, reduction)))
 
-    def fit(self, every: Sequence[TriedRows], way: LossReduction) -> bool:
+    def fit(self, every: Sequence[TriedRows], reduction: LossReduction) -> bool:
         """Whether all these sets of rows agree with this reduction."""
         try:
-            return all(self.compared(rows, way).agrees for rows in every)
+            return all(self.compared(rows, reduction).agrees for rows in every)
         except (Unlike, PippyError):
             return False
 
-    def draws(self, found: RowComparison) -> bool:
+    def draws(self, comparison: RowComparison) -> bool:
         """Whether the same rows give other numbers when they are computed again."""
-        division = found.rows.divided(1)
-        weights = self.weights(division, found.way)
-        self.trials.run(division, weights, Purpose.REFERENCE, single_loss=found.way.single)
-        again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=found.way.single, number=1)
-        return bool(again.differences) or not abs(again.loss - found.whole.loss) <= found.allowed
+        division = comparison.rows.divided(1)
+        weights = self.weights(division, comparison.reduction)
+        self.trials.run(division, weights, Purpose.REFERENCE, single_loss=comparison.reduction.single)
+        again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=comparison.reduction.single, number=1)
+        return bool(again.differences) or not abs(again.loss - comparison.whole.loss) <= comparison.allowed
 
     def _tried(
-        self, rows: TriedRows, way: LossReduction, purpose: Purpose, watch: bool = False, follow: bool = False
+        self, rows: TriedRows, reduction: LossReduction, purpose: Purpose, watch: bool = False, follow: bool = False
     ) -> Tried:
         """Run a trial. Raises `Unlike` if it cannot be computed."""
         division = rows.divided(2 if purpose is Purpose.COMPARED else 1, turned=purpose is Purpose.NOISE)
-        weights = self.weights(division, way)
+        weights = self.weights(division, reduction)
         try:
-            return self.trials.run(division, weights, purpose, watch, way.single, follow=follow)
+            return self.trials.run(division, weights, purpose, watch, reduction.single, follow=follow)
         except ClusterError:
             raise
         except PippyError as error:

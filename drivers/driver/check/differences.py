@@ -100,11 +100,11 @@ class Comparison:
 
     def differences(self, numbers: Numbers) -> list[Difference]:
         """The tensors that are wrong, the worst first."""
-        found = [self._difference(key, numbers.get(key)) for key in self.plain]
-        found += [
+        compared = [self._difference(key, numbers.get(key)) for key in self.plain]
+        compared += [
             Difference(*key, math.inf, 0.0, why="the plain model has none") for key in numbers if key not in self.plain
         ]
-        there = [each for each in found if each is not None]
+        there = [each for each in compared if each is not None]
         return sorted(there, key=lambda each: (-each.excess, COMPARED_KINDS.index(each.kind)))
 
     def largest(self, numbers: Numbers) -> float:

@@ -12,24 +12,24 @@ from pippy.ir.record.compiled import Compiled
 _SHOWN = 5  # differences
 
 
-def disagreement(compiled: Compiled, found: RowComparison) -> str:
+def disagreement(compiled: Compiled, comparison: RowComparison) -> str:
     """The beginning of an error, which is followed by advice."""
-    one, two = found.rows.sizes
+    one, two = comparison.rows.sizes
     count = one + two
     text = (
-        f"{count} of the rows{_edits_of(found.rows)} were run as one micro-batch, and again as two of {one} and {two} "
+        f"{count} of the rows{_edits_of(comparison.rows)} were run as one micro-batch, and again as two of {one} and {two} "
         "rows. The numbers differ, so the step would not be the plain model's. The losses of the micro-batches "
     )
-    kind = _spelled(compiled, found)
-    if found.loss_differs:
-        parts = " and ".join(f"{loss:.6g}" for loss in found.parts.losses)
+    kind = _spelled(compiled, comparison)
+    if comparison.loss_differs:
+        parts = " and ".join(f"{loss:.6g}" for loss in comparison.parts.losses)
         text += (
-            f"added up as {kind} are not the loss of the whole: they are {parts}, together {found.parts.loss:.6g}, "
-            f"and the loss of the whole is {found.whole.loss:.6g}. "
+            f"added up as {kind} are not the loss of the whole: they are {parts}, together {comparison.parts.loss:.6g}, "
+            f"and the loss of the whole is {comparison.whole.loss:.6g}. "
         )
     else:
         text += f"add up as {kind}, but these do not: "
-    differences = found.differences
+    differences = comparison.differences
     text = text.rstrip() if differences else text
     for each in differences[:_SHOWN]:
         text += f"\n  {each.kind} of {_user_name(compiled, each)}: off by {each.share:.2g} of its size"
@@ -44,12 +44,12 @@ def _edits_of(rows: TriedRows) -> str:
     return f", in some of which {' and '.join(said)}," if said else ""
 
 
-def _spelled(compiled: Compiled, found: RowComparison) -> str:
-    if found.way.single:
+def _spelled(compiled: Compiled, comparison: RowComparison) -> str:
+    if comparison.reduction.single:
         return "one loss over all"
-    if callable(found.way.how):
+    if callable(comparison.reduction.how):
         return "loss_reduction counts"
-    kind = found.way.how or reduction_of(compiled.loss_module).kind
+    kind = comparison.reduction.how or reduction_of(compiled.loss_module).kind
     return "a sum" if kind == "sum" else "a mean over rows"
 
 

@@ -20,9 +20,9 @@ def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[T
     """The rows with other numbers, edited in two ways; none if the model asks nothing."""
     values: dict[InputTensor, tuple[float, ...]] = {}
     for place, tensor in rows.tensors():
-        found = tuple(_values(place, tensor, asked.questions, target))
-        if found:
-            values[place] = found[: max(1, len(tensor) // 2)]
+        values_to_put = tuple(_values(place, tensor, asked.questions, target))
+        if values_to_put:
+            values[place] = values_to_put[: max(1, len(tensor) // 2)]
     if values:
         for second in (False, True):
             put = partial(_put, second=second)

@@ -63,7 +63,7 @@ class FirstStep:
         self.compiled = trials.placed.compiled
         self.comparisons = Comparisons(trials)
         self.remedies = Remedies(self.comparisons, may_be_single)
-        self.found: Callable[..., Any] | None = None  # what a loss of torch counts, as it says itself
+        self.told_reduction: Callable[..., Any] | None = None  # what a loss of torch counts, as it says itself
         self._checked: list[Any] = []
         self._not_finite: list[Any] = []  # kinds of which it was said that they could not be checked yet
         self._awaited: tuple[Question, ...] = ()  # by which a loss of torch may leave targets out that no step has held
@@ -71,10 +71,10 @@ class FirstStep:
     @property
     def how(self) -> str | Callable[..., Any] | None:
         """The reduction of the losses of micro-batches: the one that was given, or that a check has found."""
-        return self.found if self.found is not None else self.reduction
+        return self.told_reduction if self.told_reduction is not None else self.reduction
 
     @property
-    def _way(self) -> LossReduction:
+    def _loss_reduction(self) -> LossReduction:
         return LossReduction(self.how, self.single_loss)
 
     def check(self, division: Division, columns: Sequence[Column]) -> "Unchecked | None":
@@ -126,46 +126,46 @@ class FirstStep:
 
     def _check(self, division: Division, columns: Sequence[Column], with_padding: bool = False) -> None:
         rows = self._rows(division, columns)
-        sets = [self._compared(rows, self._way)]
+        sets = [self._compared(rows, self._loss_reduction)]
         asked = self._asked(sets[0])
         for other in edited(sets[0].rows, asked, self.compiled.target_name):
             try:
-                sets.append(self._compared(other, sets[-1].way))
+                sets.append(self._compared(other, sets[-1].reduction))
             except Unlike:  # the model does not take such targets
                 continue
-        way = sets[-1].way
-        if not all(each.agrees for each in sets) or not self._fit_all(sets, way):
+        reduction = sets[-1].reduction
+        if not all(each.agrees for each in sets) or not self._fit_all(sets, reduction):
             self._remedy(sets, asked, with_padding)
-        elif way != self._way:
-            self._adopt(way)
+        elif reduction != self._loss_reduction:
+            self._adopt(reduction)
         if self.reduction is None and not self.single_loss:
             self._check_choices(sets)
 
-    def _compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
+    def _compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
         """Compare rows with this reduction, and if they do not agree, with those that losses of torch tell."""
-        begun = self.comparisons.begun(rows, way, watch=True)
+        begun = self.comparisons.begun(rows, reduction, watch=True)
         if not begun.agrees and self.reduction is None and not self.single_loss:
             for other in self.remedies.counts(begun):
-                found = self.comparisons.cut_elsewhere(self.comparisons.by(begun, other))
-                if found.agrees:
-                    return found
+                comparison = self.comparisons.cut_elsewhere(self.comparisons.by(begun, other))
+                if comparison.agrees:
+                    return comparison
         return self.comparisons.cut_elsewhere(self.comparisons.measured(begun))
 
-    def _fit_all(self, sets: Sequence[RowComparison], way: LossReduction) -> bool:
+    def _fit_all(self, sets: Sequence[RowComparison], reduction: LossReduction) -> bool:
         """Whether all sets of rows agree with this reduction. A set is compared again if its weights are others."""
         weights = self.comparisons.weights
         unlike = [
-            found.rows
-            for found in sets
-            if any(weights(each.rows.divided(2), way) != each.parts.weights for each in found.both())
+            comparison.rows
+            for comparison in sets
+            if any(weights(each.rows.divided(2), reduction) != each.parts.weights for each in comparison.both())
         ]
-        return self.comparisons.fit(unlike, way)
+        return self.comparisons.fit(unlike, reduction)
 
-    def _adopt(self, way: LossReduction) -> None:
+    def _adopt(self, reduction: LossReduction) -> None:
         """Use the reduction that a loss of torch tells."""
-        assert callable(way.how)
-        self.found = way.how
-        self.trials.datasets.weigh_by(way.how)
+        assert callable(reduction.how)
+        self.told_reduction = reduction.how
+        self.trials.datasets.weigh_by(reduction.how)
 
     def _rows(self, division: Division, columns: Sequence[Column]) -> TriedRows:
         """The rows to try: as many as the Pipe was traced for."""
@@ -188,11 +188,11 @@ class FirstStep:
             reason = reason or f"{sum(rows.sizes)} rows as one micro-batch, and fewer, do not fit into memory="
         raise Unlike(reason)
 
-    def _asked(self, found: RowComparison) -> TrialNotes:
+    def _asked(self, comparison: RowComparison) -> TrialNotes:
         """The questions about the rows that the model asks, and the reduction that was given."""
-        asked = found.whole.asked
+        asked = comparison.whole.asked
         if callable(self.reduction):
-            division = found.rows.divided(1)
+            division = comparison.rows.divided(1)
             with Watch(division) as watch:
                 self.comparisons.weights(division, LossReduction(self.reduction))
             asked = replace(asked, questions=(*asked.questions, *watch.asked().questions))
@@ -217,8 +217,13 @@ class FirstStep:
 
         The numbers that a loss of torch leaves out may never come. If only they are wrong, the check waits for them.
         """
-        sets = [each if each.way == self._way else self.comparisons.compared(each.rows, self._way) for each in sets]
-        wrong = next((found for each in sets if (found := each.wrong) is not None), None)
+        sets = [
+            each
+            if each.reduction == self._loss_reduction
+            else self.comparisons.compared(each.rows, self._loss_reduction)
+            for each in sets
+        ]
+        wrong = next((cut for each in sets if (cut := each.wrong) is not None), None)
         if wrong is None:
             return
         said = disagreement(self.compiled, wrong)
@@ -238,7 +243,7 @@ class FirstStep:
                 return
         if candidate is not None:
             raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")
-        raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._way))
+        raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._loss_reduction))
 
     def _are_torchs(self, sets: Sequence[RowComparison], asked: TrialNotes) -> bool:
         """Whether only numbers that losses of torch leave out were put into the rows."""

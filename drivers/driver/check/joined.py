@@ -25,7 +25,7 @@ def joined_rows(parts: Sequence[Any], like: Any, weights: Sequence[float]) -> An
     held = children(like)
     if held is not None:
         items = zip(*(children(each) or () for each in parts), strict=True)
-        return with_children(like, [joined_rows(each, its, weights) for each, its in zip(items, held, strict=True)])
+        return with_children(like, [joined_rows(each, item, weights) for each, item in zip(items, held, strict=True)])
     if not isinstance(like, torch.Tensor):
         return like
     if all(each.shape == like.shape for each in parts):
@@ -39,7 +39,7 @@ def joined_gradient(parts: Sequence[Any], like: Any) -> Any:
         return None
     held = children(like)
     if held is not None:
-        return tuple(joined_gradient(each, its) for each, its in zip(zip(*parts, strict=True), held, strict=True))
+        return tuple(joined_gradient(each, item) for each, item in zip(zip(*parts, strict=True), held, strict=True))
     if all(each.shape == like.shape for each in parts):
         return torch.stack(list(parts)).sum(0)
     return _rows_of(parts, like)

@@ -52,18 +52,20 @@ class Origin:
 class _Replay:
     """One call of a stage in this process: its outputs, and the gradients of its inputs if it has a backward."""
 
-    def __init__(self, compiled: Compiled, module: nn.Module, work: Work, taken: Sequence[Any], given: Any) -> None:
+    def __init__(
+        self, compiled: Compiled, module: nn.Module, work: Work, taken: Sequence[Any], output_grads: Any
+    ) -> None:
         node = next(iter(compiled.split_gm.graph.find_nodes(op="call_module", target=work.call)))
         inputs = [as_leaf(value) for value in taken]
         numbers = iter(inputs)
         args = map_nodes(lambda node: next(numbers), node.args)
-        with torch.set_grad_enabled(given is not None):
-            made = run_stage(work.call, module, args)
-            self.outputs = [made] if len(work.gives) == 1 else list(made)
-            self.outputs = [map_tensors(lambda each: each.detach().clone(), each) for each in self.outputs]
+        with torch.set_grad_enabled(output_grads is not None):
+            output = run_stage(work.call, module, args)
+            self.outputs = [output] if len(work.gives) == 1 else list(output)
+            self.outputs = [map_tensors(lambda tensor: tensor.detach().clone(), each) for each in self.outputs]
             self.gradients: Sequence[Any] = ()
-            if given is not None:
-                self.gradients = run_backward(work.call, module, StageRun(made, tuple(inputs)), given)
+            if output_grads is not None:
+                self.gradients = run_backward(work.call, module, StageRun(output, tuple(inputs)), output_grads)
 
 
 class OriginSearch:
@@ -98,16 +100,16 @@ class OriginSearch:
         """Where the difference begins; None if no call is wrong."""
         with alike():
             for work in self.forwards:
-                found = self._forward_fault(work)
-                if found is not None:
-                    return Origin(self._stage(work), found)
+                fault = self._forward_fault(work)
+                if fault is not None:
+                    return Origin(self._stage(work), fault)
             for work in self.forwards:
                 for name in self._parameter_names(work.call).values():
                     self.holders.setdefault(name, set()).add(work.call)
             for work in reversed(self.forwards):
-                found = self._backward_fault(work) if work.call in self.backwards else None
-                if found is not None:
-                    return Origin(self._stage(work), found)
+                fault = self._backward_fault(work) if work.call in self.backwards else None
+                if fault is not None:
+                    return Origin(self._stage(work), fault)
         return None
 
     def _stage(self, work: Work) -> str:
@@ -126,8 +128,8 @@ class OriginSearch:
                 wanted = self._given_to(name, microbatch)
                 if wanted is not None and not _equal(wanted, value):
                     return f"{_of(work)}micro-batch {microbatch} got another value than {self._origin_of(name)} gave: {name}"
-            made = _Replay(self.compiled, module, work, seen.takes, None).outputs
-            if not self._alike(made, seen.gives):
+            outputs = _Replay(self.compiled, module, work, seen.takes, None).outputs
+            if not self._alike(outputs, seen.gives):
                 return f"{_of(work)}on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
         return self._mixed(work)
 
@@ -152,15 +154,16 @@ class OriginSearch:
                 joined_rows([each.takes[at] for each in calls], self._whole(name), self.weights)
                 for at, name in enumerate(work.takes)
             ]
-            made = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
+            outputs = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
         except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
             return None
-        self.wholes |= {name: value for name, value in zip(work.gives, made) if name is not None}
+        self.wholes |= {name: value for name, value in zip(work.gives, outputs) if name is not None}
         with suppress(NotJoined):
             wanted = [
-                joined_rows([each.gives[at] for each in calls], whole, self.weights) for at, whole in enumerate(made)
+                joined_rows([each.gives[at] for each in calls], output, self.weights)
+                for at, output in enumerate(outputs)
             ]
-            if self._alike(made, wanted):
+            if self._alike(outputs, wanted):
                 return None
         if work.call == LOSS:
             return "the loss of all rows is not the weighted sum of the losses of micro-batches"
@@ -169,14 +172,14 @@ class OriginSearch:
     def _mixed_backward(self, work: Work, parts: nn.Module) -> str | None:
         """The fault if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
         calls = [self.seen["B", work.call, microbatch] for microbatch in range(self.division.chunks)]
-        given, module = [], self._module(work.call)
+        output_grads, module = [], self._module(work.call)
         try:
             outputs = [self.wholes[name] for name in work.gives if name is not None]
             for at, (name, output) in enumerate(zip(self.backwards[work.call].takes, outputs, strict=True)):
                 gradients = [_items(each.takes)[at] for each in calls]
-                given.append(joined_gradient(gradients, output) if isinstance(name, tuple) else name)
+                output_grads.append(joined_gradient(gradients, output) if isinstance(name, tuple) else name)
             taken = [_wanting(value, calls[0].gives[at]) for at, value in enumerate(self.whole_inputs[work.call])]
-            _Replay(self.compiled, module, work, taken, given if len(given) > 1 else given[0])
+            _Replay(self.compiled, module, work, taken, output_grads if len(output_grads) > 1 else output_grads[0])
         except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
             return None
         for (local, one), other in zip(module.named_parameters(), parts.parameters(), strict=True):
@@ -229,14 +232,14 @@ class OriginSearch:
 
     def _wrong_sum(self, call: str, module: nn.Module) -> str | None:
         """The fault if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
-        own = dict(module.named_parameters())
+        parameters = dict(module.named_parameters())
         for local, name in self._parameter_names(call).items():
-            self.totals[name] = add_gradients(self.totals.get(name), own[local].grad)
+            self.totals[name] = add_gradients(self.totals.get(name), parameters[local].grad)
             copies = self.holders[name]
             copies.discard(call)
             total, hooks = self.totals[name], self.hooks.get(name)
             if hooks and total is not None and not copies:
-                total = hooks.accumulated(own[local], total)
+                total = hooks.accumulated(parameters[local], total)
             if not copies and name in self.gradients and not self._same_gradient(total, self.gradients[name]):
                 return f"the gradient of {name} is not the sum of those that its micro-batches give"
         return None
@@ -316,4 +319,4 @@ def _wanting(value: Any, gradient: Any) -> Any:
     held = children(value)
     if held is None or gradient is None:
         return value
-    return with_children(value, [_wanting(item, its) for item, its in zip(held, gradient)])
+    return with_children(value, [_wanting(item, item_gradient) for item, item_gradient in zip(held, gradient)])

@@ -27,12 +27,12 @@ class PlainOptimizer:
             [{**group, "params": [updated[name] for name in group["params"]]} for group in self.groups]
         )
         for name in self.names:
-            own = {key: copy.deepcopy(value) for key, value in self.state.get(name, {}).items() if key != MASTER}
-            if own:
+            state = {key: copy.deepcopy(value) for key, value in self.state.get(name, {}).items() if key != MASTER}
+            if state:
                 device = parameters[name].device
                 optimizer.state[updated[name]] = {
                     key: value.to(device) if isinstance(value, torch.Tensor) and key != "step" else value
-                    for key, value in own.items()
+                    for key, value in state.items()
                 }
         optimizer.step()
         with torch.no_grad():

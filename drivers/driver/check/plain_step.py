@@ -122,12 +122,12 @@ class PlainModel:
                 loss = self._loss(outputs, call.target)
                 if trains:
                     loss.sum().backward()
-            found: dict[ComparedKey, Any] = {} if loss is None else {("loss", ""): loss.detach().clone()}
-            found |= named_outputs(outputs)
-            found |= {("gradient", name): each.grad for name, each in parameters.items() if trains}
+            numbers: dict[ComparedKey, Any] = {} if loss is None else {("loss", ""): loss.detach().clone()}
+            numbers |= named_outputs(outputs)
+            numbers |= {("gradient", name): each.grad for name, each in parameters.items() if trains}
             state = {id(each): (name, each) for name, each in [*self.named_state()][::-1]}
             buffers = [(name, each) for name, each in state.values() if not isinstance(each, nn.Parameter)]
-            return found | {("buffer", name): each.detach().clone() for name, each in buffers[::-1]}
+            return numbers | {("buffer", name): each.detach().clone() for name, each in buffers[::-1]}
         finally:
             self.before.put_back()
             for each in parameters.values():
@@ -161,7 +161,7 @@ class PlainModel:
             if isinstance(output, (tuple, list))
             else ()
         )
-        return next((found for each in pairs if (found := self._loss_in(*each)) is not None), None)
+        return next((inner_loss for each in pairs if (inner_loss := self._loss_in(*each)) is not None), None)
 
 
 def named_outputs(value: Any, path: str = "output") -> dict[ComparedKey, torch.Tensor]:

@@ -41,7 +41,7 @@ def candidate_reductions(division: Division, asked: TrialNotes, target: str | No
 def _counts(expression: str, leaf: torch.Tensor, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:
     """Expressions that count the numbers in a tensor, first those that questions are about. Each comes with whether a loss of
     torch counts so."""
-    found: dict[str, bool] = {}
+    expressions: dict[str, bool] = {}
     shifted = f"{expression}[:, 1:]"
     index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
     for question in questions:
@@ -49,23 +49,23 @@ def _counts(expression: str, leaf: torch.Tensor, questions: Sequence[Question]) 
             continue
         for each in (expression, shifted) if leaf.dim() > 1 else (expression,):
             if question.weights:
-                found[_weighing(each, question)] = True
+                expressions[_weighing(each, question)] = True
                 continue
             for count in question.counts(each):
-                found[count] = found.get(count, False) or (question.counted and "!=" in count)
+                expressions[count] = expressions.get(count, False) or (question.counted and "!=" in count)
     if leaf.dtype == torch.bool:
-        found.update({f"{expression}.sum()": False, f"(~{expression}).sum()": False})
+        expressions.update({f"{expression}.sum()": False, f"(~{expression}).sum()": False})
     elif index:
         for value in dict.fromkeys([-100, 0, *leaf.unique()[:_VALUES].tolist()]):
-            found.setdefault(f"({expression} != {value}).sum()", False)
+            expressions.setdefault(f"({expression} != {value}).sum()", False)
             if leaf.dim() > 1:
-                found.setdefault(f"({shifted} != {value}).sum()", False)
-        found.setdefault(f"{expression}.sum()", False)
+                expressions.setdefault(f"({shifted} != {value}).sum()", False)
+        expressions.setdefault(f"{expression}.sum()", False)
         if leaf.dim() > 1:
-            found.setdefault(f"{shifted}.sum()", False)
+            expressions.setdefault(f"{shifted}.sum()", False)
     elif leaf.is_floating_point():
-        found.update({f"{expression}.sum()": False, f"({expression} != 0).sum()": False})
-    yield from found.items()
+        expressions.update({f"{expression}.sum()": False, f"({expression} != 0).sum()": False})
+    yield from expressions.items()
 
 
 def _weighing(expression: str, question: Question) -> str:

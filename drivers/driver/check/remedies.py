@@ -20,13 +20,13 @@ class Remedies:
     def __init__(self, comparisons: Comparisons, may_be_single: bool) -> None:
         self.comparisons, self.may_be_single = comparisons, may_be_single
 
-    def counts(self, found: RowComparison) -> Iterator[LossReduction]:
+    def counts(self, comparison: RowComparison) -> Iterator[LossReduction]:
         """The reductions that a loss of torch tells and with which the losses add up, other than the one in use."""
-        for candidate in self._candidates(found, found.whole.asked):
-            if candidate.counted and not self._misses([found], candidate):
-                way = LossReduction(candidate.how)
-                if self.comparisons.weights(found.rows.divided(2), way) != found.parts.weights:
-                    yield way
+        for candidate in self._candidates(comparison, comparison.whole.asked):
+            if candidate.counted and not self._misses([comparison], candidate):
+                reduction = LossReduction(candidate.how)
+                if self.comparisons.weights(comparison.rows.divided(2), reduction) != comparison.parts.weights:
+                    yield reduction
 
     def reduction(self, sets: Sequence[RowComparison], asked: TrialNotes) -> CandidateReduction | None:
         """The first reduction with which all sets of rows agree."""
@@ -35,17 +35,17 @@ class Remedies:
         rows = [each.rows for each in sets]
         return next((each for _, each in best[:_TRIED] if self.comparisons.fit(rows, LossReduction(each.how))), None)
 
-    def other_advice(self, rows: Sequence[TriedRows], way: LossReduction) -> str:
+    def other_advice(self, rows: Sequence[TriedRows], reduction: LossReduction) -> str:
         """The advice if no reduction helps."""
         fit = self.comparisons.fit
-        if self.may_be_single and not way.single and fit(rows, LossReduction(None, single=True)):
+        if self.may_be_single and not reduction.single and fit(rows, LossReduction(None, single=True)):
             return (
                 "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
                 "chunks=1"
             )
         users = {name: user for user, name in rows[0].division.names.items()}
         for name, value in rows[0].division.arguments.items():
-            if isinstance(value, CutTensor) and fit([rows[0].with_argument(name, _same_for_all)], way):
+            if isinstance(value, CutTensor) and fit([rows[0].with_argument(name, _same_for_all)], reduction):
                 return (
                     f"They agree if {users.get(name, name)!r} is not part of the batch: give the driver "
                     f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"
@@ -55,16 +55,16 @@ class Remedies:
             "know that the difference does not matter, give the driver check=False"
         )
 
-    def _candidates(self, found: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:
-        return candidate_reductions(found.rows.divided(1), asked, self.comparisons.compiled.target_name)
+    def _candidates(self, comparison: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:
+        return candidate_reductions(comparison.rows.divided(1), asked, self.comparisons.compiled.target_name)
 
     def _misses(self, sets: Sequence[RowComparison], candidate: CandidateReduction) -> float:
         """The largest difference between the loss and the sum of the micro-batches' losses with this reduction."""
         try:
             return max(
                 each.misses(self.comparisons.weights(each.rows.divided(2), LossReduction(candidate.how)))
-                for found in sets
-                for each in found.both()
+                for comparison in sets
+                for each in comparison.both()
             )
         except (PippyError, RuntimeError, IndexError, TypeError, ValueError):  # it does not count such targets
             return math.inf

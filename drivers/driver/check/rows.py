@@ -126,10 +126,10 @@ class TriedRows:
 
     def _taken(self, leaf: DividedValue, place: InputTensor, sizes: Sequence[int], turned: bool) -> DividedValue:
         if isinstance(leaf, CutTensor):
-            found = _rows_of(leaf.value, leaf.dim, self.chosen)
+            chosen_rows = _rows_of(leaf.value, leaf.dim, self.chosen)
             if place in self.edits:
-                found = self.edits[place].put(found.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
-            return replace(leaf, value=_rows_of(found, leaf.dim, self.order[::-1] if turned else self.order))
+                chosen_rows = self.edits[place].put(chosen_rows.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
+            return replace(leaf, value=_rows_of(chosen_rows, leaf.dim, self.order[::-1] if turned else self.order))
         if isinstance(leaf, LoadedColumn):
             indices = [index for batch in leaf.batches for index in batch.indices]
             chosen = [indices[row] for row in self._in_order(turned)]

@@ -41,9 +41,9 @@ class TrialBytes:
         compiled = compiled_of(self.pipe)
         stages = [[each for each in stage.parameters() if each.requires_grad] for _, stage in compiled.stages()]
         digests = [
-            _DIGESTS * sum(map(bytes_of_digest, own))
-            + _COMPARING * 8 * max((min(each.numel(), KEPT) for each in own), default=0)
-            for own in stages
+            _DIGESTS * sum(map(bytes_of_digest, parameters))
+            + _COMPARING * 8 * max((min(each.numel(), KEPT) for each in parameters), default=0)
+            for parameters in stages
         ]
         return tuple(
             peak + sum(digests[stage] for stage in self.placement.stages_of(worker))

@@ -63,17 +63,19 @@ class SentDatasets:
         checked, checker = self._checked(division, lowered.inputs)
         weighed = weighing_inputs(division, self.compiled.target_name, self.loss_reduction)
         self._check_weighed(division, weighed, weigher, program.replicas)
-        found = {}
+        by_rank = {}
         for at, rank in enumerate(ranks):
             replica, worker = divmod(at, workers)
             names = [name for name, takers in lowered.inputs.items() if worker in takers]
             names += [*(checked if worker == checker else []), *(weighed if worker == weigher else [])]
-            own = shares[replica].only(list(dict.fromkeys(names)))
-            if isinstance(own, DivisionOfColumns):
-                loads = any(loaded_columns(value) for value in own.arguments.values())
-                own = replace(own, checks_guards=worker == checker, weighs=worker == weigher) if loads else own.plain()
-            found[rank] = own
-        return found
+            part = shares[replica].only(list(dict.fromkeys(names)))
+            if isinstance(part, DivisionOfColumns):
+                loads = any(loaded_columns(value) for value in part.arguments.values())
+                part = (
+                    replace(part, checks_guards=worker == checker, weighs=worker == weigher) if loads else part.plain()
+                )
+            by_rank[rank] = part
+        return by_rank
 
     def _checked(self, division: Division, inputs: Mapping[str, Container[int]]) -> tuple[list[str], int | None]:
         """The inputs whose values the Pipe was traced for, and the worker that checks them, as it loads some of them."""
@@ -83,12 +85,12 @@ class SentDatasets:
 
     def _check_weighed(self, division: Division, weighed: Sequence[str], weigher: int | None, replicas: int) -> None:
         """Raise if a replica would weigh the losses of all replicas by its own part of the rows."""
-        given = [name for name in weighed if not loaded_columns(division.arguments[name])]
-        if weigher is not None and replicas > 1 and given:
+        as_tensors = [name for name in weighed if not loaded_columns(division.arguments[name])]
+        if weigher is not None and replicas > 1 and as_tensors:
             users = {name: user for user, name in division.names.items()}
             raise DriverError(
-                f"replicas={replicas}: the losses are weighted by {users.get(given[0], given[0])!r}, which is given as a "
-                f"tensor, and by others, which are given by index; give all of "
+                f"replicas={replicas}: the losses are weighted by {users.get(as_tensors[0], as_tensors[0])!r}, which is given "
+                f"as a tensor, and by others, which are given by index; give all of "
                 f"{', '.join(users.get(name, name) for name in weighed)} by index, or all as tensors"
             )
 
@@ -116,8 +118,8 @@ class SentDatasets:
         for source in {column.dataset.number: column.dataset for column in columns}.values():
             keys = _keys(division, source.number)
             sample = next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
-            given = source.sent_dataset(keys), source.sent_collate(), tuple(keys), sample
-            reader.add(AddDataset(source.number, *given))
+            message = source.sent_dataset(keys), source.sent_collate(), tuple(keys), sample
+            reader.add(AddDataset(source.number, *message))
         return reader.load(division, trains)[1]
 
     def _send(self, source: DatasetSource, wanted: Mapping[int, frozenset[Hashable]], sample: tuple[Any, ...]) -> None:

@@ -50,9 +50,9 @@ def values_to_return(compiled: Compiled, outputs: bool | None) -> dict[fx.Node, 
     loss = next(node for node in compiled.split_gm.graph.nodes if node.name == compiled.loss.value)
     if not outputs:
         return {loss: compiled.loss.seed}
-    found: dict[fx.Node, Any] = {loss: None}
-    fx.node.map_arg(model_output(compiled), lambda node: found.setdefault(node, None))
-    return found
+    returned: dict[fx.Node, Any] = {loss: None}
+    fx.node.map_arg(model_output(compiled), lambda node: returned.setdefault(node, None))
+    return returned
 
 
 def asked_outputs(

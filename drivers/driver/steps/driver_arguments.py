@@ -63,61 +63,62 @@ def seconds(limit: Any) -> float | None:
     raise DriverError(f"step_timeout={brief(limit)}: give how many seconds a step may take, or None for no limit")
 
 
-def checked_out_of_order(given: Any) -> bool | int:
+def checked_out_of_order(out_of_order: Any) -> bool | int:
     """The number of micro-batches that a worker may hold if it runs out of order."""
-    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
-        return given
+    if isinstance(out_of_order, bool) or (isinstance(out_of_order, int) and out_of_order > 0):
+        return out_of_order
     raise DriverError(
-        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
-        "worker may hold"
+        f"out_of_order={describe(out_of_order)}: give True to hold no more micro-batches than the schedule does, or the most "
+        "that a worker may hold"
     )
 
 
-def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
+def checked_checkpoint(checkpoint: Any, stages: int) -> Checkpoint:
     """The checked argument ``checkpoint``: which forwards are computed again."""
-    if not isinstance(given, (str, Mapping)):
+    if not isinstance(checkpoint, (str, Mapping)):
         raise ArgumentError(
-            f"checkpoint={brief(given)} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
+            f"checkpoint={brief(checkpoint)} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of stage "
+            "to mode"
         )
-    modes_of(given, stages)
-    return given
+    modes_of(checkpoint, stages)
+    return checkpoint
 
 
-def checked_buffers(given: Any) -> str | None:
+def checked_buffers(buffers: Any) -> str | None:
     """The checked argument ``buffers``: how buffers change that forward changes by the rows of a micro-batch."""
-    if given is None or given == "per_microbatch":
-        return given
+    if buffers is None or buffers == "per_microbatch":
+        return buffers
     raise DriverError(
-        f"buffers={describe(given)}: with 'per_microbatch', each micro-batch changes the buffers that forward "
+        f"buffers={describe(buffers)}: with 'per_microbatch', each micro-batch changes the buffers that forward "
         "changes. Give that, or leave buffers= out: then a step is refused if this differs from the plain model"
     )
 
 
 def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
     """Raise if an argument cannot be used with replicas."""
-    given = f"replicas={replicas} and"
+    with_replicas = f"replicas={replicas} and"
     if auto:
         raise DriverError(
-            f"{given} schedule='auto' cannot be combined; let schedule='auto' choose for one pipeline, print "
+            f"{with_replicas} schedule='auto' cannot be combined; let schedule='auto' choose for one pipeline, print "
             "driver.choice, and give that schedule"
         )
     if single_loss:
         raise DriverError(
-            f"{given} single_loss=True cannot be combined, because no worker has the outputs of the whole "
+            f"{with_replicas} single_loss=True cannot be combined, because no worker has the outputs of the whole "
             "mini-batch; leave one of them out"
         )
     if mask:
-        raise DriverError(f"{given} _debug_mask_minibatches=True cannot be combined; leave one of them out")
+        raise DriverError(f"{with_replicas} _debug_mask_minibatches=True cannot be combined; leave one of them out")
 
 
-def check_chunks(given: Any, auto: Auto | None) -> None:
+def check_chunks(chunks: Any, auto: Auto | None) -> None:
     """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
-    if given is None and auto is not None and auto.counts_bytes:
+    if chunks is None and auto is not None and auto.counts_bytes:
         return
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        chooses = "; schedule='auto' with memory= chooses it for None" if given is None else ""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        chooses = "; schedule='auto' with memory= chooses it for None" if chunks is None else ""
         raise DriverError(
-            f"chunks={describe(given)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"
+            f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"
         )
 
 
@@ -129,6 +130,6 @@ def check_options(driver: type, schedule: object, options: Mapping[str, Any]) ->
         if takes_any(order):
             return
         taken |= set(list(signature(order).parameters)[2:])  # after the placement and the chunks
-    own = [*words_of(*(vars(each)["__init__"] for each in driver.__mro__ if "__init__" in vars(each))), *taken]
-    given = {name: value for name, value in options.items() if name not in taken}
-    refuse_words(driver.__name__, given, [each for each in own if each not in given], unless_known=True)
+    accepted = [*words_of(*(vars(each)["__init__"] for each in driver.__mro__ if "__init__" in vars(each))), *taken]
+    others = {name: value for name, value in options.items() if name not in taken}
+    refuse_words(driver.__name__, others, [each for each in accepted if each not in others], unless_known=True)

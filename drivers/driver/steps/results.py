@@ -66,8 +66,8 @@ class Results:
 
     def _check_has_output(self, node: fx.Node) -> fx.Node:
         """Raise if the model returns an input that is loaded by the workers."""
-        given = node.op == "placeholder" and node.name in self.division.arguments
-        for leaf in loaded_columns(self.division.arguments[node.name]) if given else ():
+        is_input = node.op == "placeholder" and node.name in self.division.arguments
+        for leaf in loaded_columns(self.division.arguments[node.name]) if is_input else ():
             raise DriverError(
                 f"the model returns its input {leaf.path!r}, which only the workers load, so this process cannot "
                 "return it; give it as a tensor, or ask for the loss alone: outputs=False"
@@ -159,7 +159,7 @@ class Results:
         if isinstance(output, Mapping):
             return {key: self._with_loss(item, value[key], loss) for key, item in output.items()}
         if isinstance(output, (tuple, list)):
-            return with_children(value, [self._with_loss(item, its, loss) for item, its in zip(output, value)])
+            return with_children(value, [self._with_loss(item, part, loss) for item, part in zip(output, value)])
         return value
 
 
