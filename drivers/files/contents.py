@@ -117,18 +117,18 @@ def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
 
 
 def _of_files(path: str, names: Iterable[str], noted: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in names:
         for key, stored in read_header(
             os.path.join(path, name), noted[name]["hashes"] if noted is not None else None
         ).items():
-            if key in found:
+            if key in tensors:
                 raise CheckpointError(
-                    f"{path} has {key!r} in two files, {os.path.basename(found[key].path)} and {name}; remove one "
+                    f"{path} has {key!r} in two files, {os.path.basename(tensors[key].path)} and {name}; remove one "
                     "of them from the folder, or give the path of one file"
                 )
-            found[key] = stored
-    return found
+            tensors[key] = stored
+    return tensors
 
 
 def _files_of_model(path: str) -> list[str]:

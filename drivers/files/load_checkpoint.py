@@ -14,7 +14,7 @@ from pippy.ir.base.public_calls import placing_words
 
 
 @placing_words()
-def load_checkpoint(path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
+def load_checkpoint(path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
     """Read a checkpoint in plain PyTorch, without workers. Returns what was saved, by the names given to `driver.save`.
 
     Give objects by name, and their state is loaded: ``model=`` a module; optimizers of torch, schedulers and other objects by
@@ -40,14 +40,14 @@ def load_checkpoint(path: str | os.PathLike[str], /, **given: Any) -> dict[str, 
     """
     contents = contents_of(path)
     saved = _state_dicts(contents)
-    optimizers = {name: each for name, each in given.items() if isinstance(each, Optimizer)}
-    for name, each in given.items():
+    optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
+    for name, each in objects.items():
         if name not in saved or not hasattr(each, "load_state_dict"):
             raise CheckpointError(
                 f"{contents.path} has no state for {name}={type(each).__name__}; it has {', '.join(map(repr, saved))}"
             )
-    states = {name: _ordered(name, each, saved, given.get(MODEL)) for name, each in optimizers.items()}
-    for name, each in given.items():
+    states = {name: _ordered(name, each, saved, objects.get(MODEL)) for name, each in optimizers.items()}
+    for name, each in objects.items():
         each.load_state_dict(states.get(name, saved.pop(name)))
     return saved
 
@@ -57,7 +57,7 @@ def _state_dicts(contents: Contents) -> dict[str, Any]:
     model.update({name: model[stored] for name, stored in contents.tied.items()})
     values = contents.values
     model.update(values.get("extra", {}))
-    found = {MODEL: model, **values.get("states", {}), **values.get("values", {})}
+    state_dicts = {MODEL: model, **values.get("states", {}), **values.get("values", {})}
     for name, saved in values.get("optimizers", {}).items():
         tensors, others = contents.optimizers.get(name, {}), saved["others"]
         states = {
@@ -67,20 +67,20 @@ def _state_dicts(contents: Contents) -> dict[str, Any]:
             }
             for parameter in tensors.keys() | others.keys()
         }
-        found[name] = _numbered(states, saved["groups"], [group["params"] for group in saved["groups"]])
-    return found
+        state_dicts[name] = _numbered(states, saved["groups"], [group["params"] for group in saved["groups"]])
+    return state_dicts
 
 
 def _numbered(
     states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """The state dict of an optimizer, as torch has it: parameters are numbered by group, in the order of ``names``."""
-    numbers = {name: number for number, name in enumerate(name for own in names for name in own)}
+    numbers = {name: number for number, name in enumerate(name for group_names in names for name in group_names)}
     return {
         "state": {number: states[name] for name, number in numbers.items() if name in states},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in own], "param_names": list(own)}
-            for group, own in zip(groups, names)
+            {**group, "params": [numbers[name] for name in group_names], "param_names": list(group_names)}
+            for group, group_names in zip(groups, names)
         ],
     }
 
@@ -91,17 +91,17 @@ def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: A
         raise CheckpointError(
             f"the state of {name}={type(optimizer).__name__} has parameters by their names in a model; give model= too"
         )
-    names = {id(parameter): own for own, parameter in original_of(model).named_parameters()}
+    names = {id(parameter): path for path, parameter in original_of(model).named_parameters()}
     mine = [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
     groups = saved[name]["param_groups"]
-    if [sorted(own) for own in mine] != [sorted(group["param_names"]) for group in groups]:
+    if [sorted(group) for group in mine] != [sorted(group["param_names"]) for group in groups]:
         raise CheckpointError(
-            f"{name}= has groups of {[len(own) for own in mine]} parameters, which do not match the saved groups of "
+            f"{name}= has groups of {[len(group) for group in mine]} parameters, which do not match the saved groups of "
             f"{[len(group['params']) for group in groups]}; make it with the groups that the driver's optimizer had"
         )
     states = {
-        own: saved[name]["state"].get(number)
+        path: saved[name]["state"].get(number)
         for group in groups
-        for own, number in zip(group["param_names"], group["params"])
+        for path, number in zip(group["param_names"], group["params"])
     }
-    return _numbered({own: state for own, state in states.items() if state is not None}, groups, mine)
+    return _numbered({path: state for path, state in states.items() if state is not None}, groups, mine)

@@ -38,16 +38,16 @@ def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
     pippy.drivers.base.errors.CheckpointError: values.pt was not written by pippy: ...
     """
     try:
-        found = _loaded(data)
-        dicts = [each for name, each in found.items() if name in _DICTS]
-        if not all(isinstance(each, dict) and all(isinstance(key, str) for key in each) for each in (found, *dicts)):
+        values = _loaded(data)
+        dicts = [each for name, each in values.items() if name in _DICTS]
+        if not all(isinstance(each, dict) and all(isinstance(key, str) for key in each) for each in (values, *dicts)):
             raise TypeError
     except Exception:  # torch and pickle have no one error
         raise CheckpointError(
             f"{path} was not written by pippy: it holds something other than numbers, strings, tensors and "
             "containers of them. Loading that may run code, so nothing was loaded; load another checkpoint"
         ) from None
-    return found
+    return values
 
 
 def _loaded(data: bytes) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def read_manifest(path: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        found = json.loads(text)
-        known = found["format"] == FORMAT and isinstance(found["number"], int)
+        manifest = json.loads(text)
+        known = manifest["format"] == FORMAT and isinstance(manifest["number"], int)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{os.path.join(path, MANIFEST)} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged; load "
@@ -45,12 +45,12 @@ def read_manifest(path: str) -> dict[str, Any] | None:
         ) from error
     if not known:
         return None
-    if found["version"] > VERSION:
+    if manifest["version"] > VERSION:
         raise CheckpointError(
-            f"{path} was written by a newer pippy: it has version {found['version']} of the format, and this pippy "
+            f"{path} was written by a newer pippy: it has version {manifest['version']} of the format, and this pippy "
             f"reads versions up to {VERSION}; update pippy"
         )
-    return found
+    return manifest
 
 
 def checkpoints_in(folder: str) -> list[str]:
@@ -67,14 +67,14 @@ def checkpoints_in(folder: str) -> list[str]:
 
 
 def _numbered(folder: str, also_damaged: bool = True) -> list[tuple[int, str]]:
-    found = []
+    checkpoints = []
     for entry in os.scandir(folder):
         if entry.is_dir() and not entry.name.startswith("."):
             with nullcontext() if also_damaged else suppress(CheckpointError):
                 manifest = read_manifest(entry.path)
                 if manifest is not None:
-                    found.append((manifest["number"], entry.path))
-    return found
+                    checkpoints.append((manifest["number"], entry.path))
+    return checkpoints
 
 
 class NewCheckpoint:

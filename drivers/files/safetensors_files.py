@@ -159,24 +159,24 @@ def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str
     try:
         header = json.loads(text.decode())
         header.pop(_METADATA, None)
-        found = {name: _stored(path, begin, entry, hashes.get(f"={name}")) for name, entry in header.items()}
+        tensors = {name: _stored(path, begin, entry, hashes.get(f"={name}")) for name, entry in header.items()}
         ends = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_file(path, f"its header is not what it must be ({type(error).__name__}: {error})") from error
     if begin + ends != size:
         raise _no_file(path, f"it has {size} bytes, and its header says {begin + ends}")
-    return found
+    return tensors
 
 
-def _stored(path: str, begin: int, entry: Any, its_hash: str | None) -> StoredTensor:
+def _stored(path: str, begin: int, entry: Any, digest: str | None) -> StoredTensor:
     offset, end = map(int, entry["data_offsets"])
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}, which is not known here")
     shape = tuple(map(int, entry["shape"]))
-    found = StoredTensor(path, begin + offset, _DTYPES[entry["dtype"]], shape, its_hash)
-    if offset < 0 or min(shape, default=0) < 0 or end - offset != found.nbytes:
+    tensor = StoredTensor(path, begin + offset, _DTYPES[entry["dtype"]], shape, digest)
+    if offset < 0 or min(shape, default=0) < 0 or end - offset != tensor.nbytes:
         raise ValueError(f"{end - offset} bytes for {entry['dtype']}{list(shape)}")
-    return found
+    return tensor
 
 
 def _no_file(path: str, why: str) -> CheckpointError:

@@ -239,11 +239,11 @@ class ModelOnWorkers:
                 "labels"
             )
         parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
-        made = PipelineOptimizer(
+        optimizer = PipelineOptimizer(
             parameters, self.placed, self.commands, self.stale, number, optimizer_class, args, kwargs
         )
-        self._optimizers.append(made)
-        return made
+        self._optimizers.append(optimizer)
+        return optimizer
 
     def instantiate_grad_scaler(self, **options: Any) -> PipelineGradScaler:
         """A `torch.amp.GradScaler` for this driver: from now on, `run` scales the loss on the workers and unscales there.

@@ -39,13 +39,15 @@ class RemoteParameters:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
         wanted = list(names)
         by_worker = self.placed.first_locations(wanted, owned=gradients)
-        found: dict[str, Any] = dict.fromkeys(wanted)
+        by_name: dict[str, Any] = dict.fromkeys(wanted)
         kind = FetchGradients if gradients else GiveState
-        bodies = {worker: kind(tuple(own.values())) for worker, own in by_worker.items()}
+        bodies = {worker: kind(tuple(locations.values())) for worker, locations in by_worker.items()}
         for worker, answer in self.commands.call(bodies).items():
-            own = by_worker[worker]
-            found.update(zip(own, answer) if gradients else {name: answer.tensors[own[name]] for name in own})
-        return found
+            locations = by_worker[worker]
+            by_name.update(
+                zip(locations, answer) if gradients else {name: answer.tensors[locations[name]] for name in locations}
+            )
+        return by_name
 
     # Gradients
 
@@ -66,7 +68,7 @@ class RemoteParameters:
         by_worker = self.placed.first_locations(names, owned=True)
         locations = {worker: tuple(by_worker.get(worker, {}).values()) for worker in self.commands.workers}
         answers = self.commands.call_reducing(
-            lambda reduce: {worker: GradientNorms(own, norm_type, reduce) for worker, own in locations.items()}
+            lambda reduce: {worker: GradientNorms(places, norm_type, reduce) for worker, places in locations.items()}
         )
         norms: dict[str, Any] = {}
         for worker, values in answers.items():
@@ -113,25 +115,27 @@ class RemoteParameters:
         self.filling.check("copy_to()")
         model = original_of(model)
         names = list(self.placed.compiled.qualnames.canonical)
-        ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
-        differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)
-        differ += sorted(name for name in theirs if name not in ours)
+        pipe_tensors, model_tensors = dict(named_state(self.pipe)), dict(named_state(model))
+        differ = sorted(
+            name for name in names if name not in model_tensors or model_tensors[name].shape != pipe_tensors[name].shape
+        )
+        differ += sorted(name for name in model_tensors if name not in pipe_tensors)
         if differ:
             raise DriverError(
                 f"copy_to was given a {type(model).__name__} whose parameters and buffers are not those of the model, and "
                 f"nothing was copied; they differ in {', '.join(differ[:8])}"
             )
-        if any(theirs[name].is_meta for name in names):
+        if any(model_tensors[name].is_meta for name in names):
             raise DriverError(
                 "copy_to was given a model on the meta device, which cannot hold numbers; give one that was made on another "
                 "device, or save driver.state_dict()"
             )
-        values = {**ours, **self.fetch([name for name in names if self.placed.locations(name)])}
+        values = {**pipe_tensors, **self.fetch([name for name in names if self.placed.locations(name)])}
         with torch.no_grad():
             for name in names:
                 if not values[name].is_meta:  # else no stage uses it, so nobody has given it numbers
-                    theirs[name].copy_(values[name])
-        if all(theirs[name] is ours[name] for name in names):
+                    model_tensors[name].copy_(values[name])
+        if all(model_tensors[name] is pipe_tensors[name] for name in names):
             self.stale.end()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -141,7 +145,7 @@ class RemoteParameters:
             loaded = self.pipe.load_state_dict(state_dict, strict)
             values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
             stores = self.placed.for_all_copies(values)
-            self.commands.call({worker: RestoreState(WorkerState(own)) for worker, own in stores.items()})
+            self.commands.call({worker: RestoreState(WorkerState(tensors)) for worker, tensors in stores.items()})
             self.filling.filled(values)
             if not loaded.missing_keys:
                 self.stale.end()

@@ -68,8 +68,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
             raise OptimizerError(
                 "the scaler has scaled no gradients of this optimizer since the last zero_grad(); call driver.run first"
             )
-        found = float(bool(self._commands.nonfinite.among(names)))
-        return {torch.device("cpu"): torch.tensor(found, dtype=torch.float32)}
+        nonfinite = float(bool(self._commands.nonfinite.among(names)))
+        return {torch.device("cpu"): torch.tensor(nonfinite, dtype=torch.float32)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`optimizer.step()`, on all workers if all gradients of the optimizer are finite, and else on none."""

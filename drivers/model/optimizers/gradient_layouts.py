@@ -26,8 +26,10 @@ def check_gradient_layouts(
     """Raise if an optimizer fails on the gradients that a group will have. The ``params`` of ``groups`` are names."""
     for group in groups:
         sparse = {name: has_sparse_gradient(compiled, name) for name in group["params"]}
-        own = {key: value for key, value in group.items() if key != "params"}
-        on_sparse, on_dense = (_failure(optimizer_class, args, options, own, layout) for layout in (True, False))
+        group_options = {key: value for key, value in group.items() if key != "params"}
+        on_sparse, on_dense = (
+            _failure(optimizer_class, args, options, group_options, layout) for layout in (True, False)
+        )
         wrong = [name for name, known in sparse.items() if known is (on_sparse is not None)]
         if wrong and (on_sparse is None) != (on_dense is None):
             raise OptimizerError(_explained(optimizer_class.__name__, wrong, on_sparse, on_dense))
@@ -41,13 +43,13 @@ def has_sparse_gradient(compiled: Compiled, name: str) -> bool | None:
     >>> [has_sparse_gradient(Pipe.from_sequential(model), name) for name in ("0.weight", "1.weight")]
     [True, False]
     """
-    found = set()
+    layouts = set()
     for qualname in compiled.stage_qualnames(name):
         call, _, local = qualname.partition(".")
-        found |= set(_of_uses(compiled.stage(call), local))
-    if False in found:  # the sum of a dense and a sparse one is dense
+        layouts |= set(_of_uses(compiled.stage(call), local))
+    if False in layouts:  # the sum of a dense and a sparse one is dense
         return False
-    return None if None in found or not found else True
+    return None if None in layouts or not layouts else True
 
 
 def _of_uses(stage: nn.Module, name: str) -> Iterator[bool | None]:

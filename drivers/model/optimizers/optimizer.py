@@ -85,13 +85,13 @@ class PipelineOptimizer(Optimizer):
         return f"<PipelineOptimizer of {self.optimizer_class.__name__}: {count} parameters in {groups}{shown}>"
 
     def _groups(
-        self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None
+        self, parameters: Mapping[str, torch.nn.Parameter], params: Iterable[Mapping[str, Any]] | None
     ) -> list[dict[str, Any]]:
         if not parameters:
             raise OptimizerError("the model has no parameters, so there is nothing to optimize")
-        if given is None:
+        if params is None:
             return [{"params": list(parameters.values())}]
-        groups = [self._named_group(group) for group in given]
+        groups = [self._named_group(group) for group in params]
         taken: dict[str, int] = {}
         for number, group in enumerate(groups):
             for name in group["params"] if group["params"] is not ... else ():
@@ -124,7 +124,7 @@ class PipelineOptimizer(Optimizer):
 
     def _named(self, params: Any) -> list[str]:
         """The names of the parameters of a group, which may have patterns or parameters."""
-        found: list[str] = []
+        named: list[str] = []
         for wanted in [params] if isinstance(params, (str, torch.Tensor)) else params:
             if isinstance(wanted, torch.Tensor):
                 matches = [self.names[id(wanted)]] if id(wanted) in self.names else []
@@ -137,16 +137,16 @@ class PipelineOptimizer(Optimizer):
                     else repr(wanted)
                 )
                 raise OptimizerError(f"no parameter is called {what}; the model has {', '.join(self.names.values())}")
-            found += [name for name in matches if name not in found]
-        return found
+            named += [name for name in matches if name not in named]
+        return named
 
     def make_again(self, workers: Collection[int]) -> None:
         """Make it on some workers, without a state."""
         groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
         self._sent, factory = self._options(), pickle_by_value(self.factory)
         for group, options in zip(self.param_groups, self._sent):
-            own = dict.fromkeys(self.names[id(each)] for each in group["params"])
-            by_worker = self.placed.for_all_copies(own, self.divided)
+            in_group = dict.fromkeys(self.names[id(each)] for each in group["params"])
+            by_worker = self.placed.for_all_copies(in_group, self.divided)
             for worker, locations in by_worker.items():
                 groups[worker].append((tuple(locations), options))
         bodies = {
@@ -251,14 +251,16 @@ class PipelineOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""
         by_worker = self.placed.first_locations(self.names.values(), self.divided)
-        bodies = {worker: GiveState((), {self.number: tuple(own.values())}) for worker, own in by_worker.items()}
-        found: dict[str, Any] = {}
+        bodies = {
+            worker: GiveState((), {self.number: tuple(locations.values())}) for worker, locations in by_worker.items()
+        }
+        by_name: dict[str, Any] = {}
         for worker, answer in self.commands.call(bodies).items():
             states = answer.optimizers[self.number]
-            found.update({name: states.get(place) for name, place in by_worker[worker].items()})
+            by_name.update({name: states.get(place) for name, place in by_worker[worker].items()})
         names = [name for name, _ in self.named_parameters()]
         return {
-            "state": {name: found[name] for name in names if found.get(name)},
+            "state": {name: by_name[name] for name in names if by_name.get(name)},
             "param_groups": self.named_groups(),
         }
 
@@ -266,9 +268,9 @@ class PipelineOptimizer(Optimizer):
         """Load what `state_dict` gave, or a plain optimizer's state, whose parameters are numbered group by group."""
         groups, state = state_dict["param_groups"], state_dict["state"]
         ordered = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
-        sizes, theirs = [len(own) for own in ordered], [len(group["params"]) for group in groups]
-        if sizes != theirs:
-            raise OptimizerError(f"the state has groups of {theirs} parameters, and this optimizer of {sizes}")
+        sizes, saved_sizes = [len(names) for names in ordered], [len(group["params"]) for group in groups]
+        if sizes != saved_sizes:
+            raise OptimizerError(f"the state has groups of {saved_sizes} parameters, and this optimizer of {sizes}")
         renamed = {key: name for own, group in zip(ordered, groups) for name, key in zip(own, group["params"])}
         if any(isinstance(key, str) for key in renamed):
             if set(renamed) != set(renamed.values()):
@@ -277,12 +279,14 @@ class PipelineOptimizer(Optimizer):
                     f"the state is of other parameters: only one of the state and the optimizer has {', '.join(odd)}"
                 )
             renamed = {name: name for name in renamed}
-        if self.master_dtype is None and any(MASTER in its for its in state.values()):
+        if self.master_dtype is None and any(MASTER in parameter_state for parameter_state in state.values()):
             raise OptimizerError(
                 "the state has copies of the parameters in a dtype with more bits, and this optimizer has none; "
                 "make the optimizer with their dtype: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
-        stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()}, self.divided)
+        stores = self.placed.for_all_copies(
+            {renamed[key]: parameter_state for key, parameter_state in state.items()}, self.divided
+        )
         self.commands.wait()
         with first_waits():
             self.take_options(groups)
@@ -293,33 +297,39 @@ class PipelineOptimizer(Optimizer):
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")
 
 
-def _checked_master_dtype(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.dtype | None:
+def _checked_master_dtype(master_dtype: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.dtype | None:
     """The dtype of an optimizer's copies, if each parameter fits into it."""
-    if given is None:
+    if master_dtype is None:
         return None
-    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+    if not isinstance(master_dtype, torch.dtype) or not master_dtype.is_floating_point:
         raise OptimizerError(
-            f"master_dtype={brief(given)}: give a floating-point dtype, as in master_dtype=torch.float32"
+            f"master_dtype={brief(master_dtype)}: give a floating-point dtype, as in master_dtype=torch.float32"
         )
     for name, parameter in parameters.items():
-        if parameter.is_floating_point() and parameter.dtype != given and parameter.dtype.itemsize >= given.itemsize:
+        if (
+            parameter.is_floating_point()
+            and parameter.dtype != master_dtype
+            and parameter.dtype.itemsize >= master_dtype.itemsize
+        ):
             raise OptimizerError(
-                f"master_dtype={given}: {name!r} is {parameter.dtype}, and a copy of it would lose digits; give a dtype with "
-                "more bits than the parameters have, or leave master_dtype out"
+                f"master_dtype={master_dtype}: {name!r} is {parameter.dtype}, and a copy of it would lose digits; give a "
+                "dtype with more bits than the parameters have, or leave master_dtype out"
             )
-    return given
+    return master_dtype
 
 
-def _checked_divided(given: Any, placed: PlacedPipe) -> bool:
+def _checked_divided(divide_state: Any, placed: PlacedPipe) -> bool:
     """Whether its state is divided among replicas of the pipeline, if there are any."""
-    if not isinstance(given, bool):
-        raise OptimizerError(f"divide_state={brief(given)}: give True to divide the state among replicas, or False")
-    if given and len(placed.replicas) == 1:
+    if not isinstance(divide_state, bool):
+        raise OptimizerError(
+            f"divide_state={brief(divide_state)}: give True to divide the state among replicas, or False"
+        )
+    if divide_state and len(placed.replicas) == 1:
         raise OptimizerError(
             "divide_state=True divides the state among replicas of the pipeline, and this driver has one pipeline; make it "
             "with replicas=2, or leave divide_state out"
         )
-    return given
+    return divide_state
 
 
 def _make(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:

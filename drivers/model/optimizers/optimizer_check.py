@@ -44,7 +44,7 @@ def _updated(optimizer_class: type, args: Sequence[Any], options: Mapping[str, A
     for step, scale in enumerate(_SCALES):
         torch.manual_seed(step)  # what the optimizer draws itself is alike
         for number, parameter in enumerate(parameters):
-            own = torch.Generator().manual_seed(10 * step + number)
-            parameter.grad = torch.randn(4, 4, generator=own) * scale
+            generator = torch.Generator().manual_seed(10 * step + number)
+            parameter.grad = torch.randn(4, 4, generator=generator) * scale
         optimizer.step()
     return parameters[0].detach()

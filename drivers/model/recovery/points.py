@@ -35,12 +35,12 @@ class ControllerState:
         cls, commands: DriverCommands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
     ) -> "ControllerState":
         """The state as it is now. No step may be running."""
-        own = list(optimizers)
+        all_optimizers = list(optimizers)
         noted = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
-        noted += [(each, _OF_OPTIMIZER) for each in own]
+        noted += [(each, _OF_OPTIMIZER) for each in all_optimizers]
         return cls(
             [(each, {name: _copied(getattr(each, name)) for name in names}) for each, names in noted],
-            {each.number: each.named_groups() for each in own},
+            {each.number: each.named_groups() for each in all_optimizers},
             None if scaler is None else scaler.state_dict(),
             RandomState.current(),
         )
@@ -110,17 +110,17 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class DiskPoint:
-    """A checkpoint that was saved or loaded. ``given`` has the objects whose states are in it, by their names in `load`."""
+    """A checkpoint that was saved or loaded. ``objects`` are those whose states are in it, by their names in `load`."""
 
     path: str
-    given: Mapping[str, Any]
+    objects: Mapping[str, Any]
     state: ControllerState
-    whole: bool = True  # or it has a part of the model, and the rest is as it was first
+    is_whole: bool = True  # or it has a part of the model, and the rest is as it was first
 
     @property
     def optimizers(self) -> frozenset[int]:
         """The numbers of the optimizers whose state is in the checkpoint."""
-        return frozenset(each.number for each in self.given.values() if isinstance(each, PipelineOptimizer))
+        return frozenset(each.number for each in self.objects.values() if isinstance(each, PipelineOptimizer))
 
     @property
     def lacks(self) -> frozenset[int]:

@@ -63,7 +63,7 @@ class Recovery:
         return lambda path: self._note(DiskPoint(path, {**given.optimizers, **given.objects}, state))
 
     def loaded(self, path: str, given: Mapping[str, Any], whole: bool) -> None:
-        """Note that a checkpoint was loaded; ``whole`` says whether it had all tensors of the model."""
+        """Note that a checkpoint was loaded; ``is_whole`` says whether it had all tensors of the model."""
         self._note(DiskPoint(os.path.abspath(path), dict(given), self._now(), whole))
 
     def begin_at(self) -> None:
@@ -75,7 +75,7 @@ class Recovery:
         return ControllerState.current(self.commands, self.optimizers, self.scaler)
 
     def _note(self, point: DiskPoint) -> None:
-        if not point.whole and point.state.stepped:
+        if not point.is_whole and point.state.stepped:
             self.left_out = f"; {point.path} has a part of the model only"
             return
         if point.lacks:
@@ -84,9 +84,9 @@ class Recovery:
             return
         self._add(point)
 
-    def protect(self, saving: Saving, given: Mapping[str, Any]) -> None:
+    def protect(self, saving: Saving, parts: Mapping[str, Any]) -> None:
         """Have each worker copy its state, and keep the copy of a neighbour."""
-        objects, values = saving.kept_values(given)
+        objects, values = saving.kept_values(parts)
         workers = self.placed.workers
         holders = dict(zip(workers, (*workers[1:], workers[0])))
         before = next((each.number for each in self.points if isinstance(each, MemoryPoint)), None)
@@ -94,8 +94,8 @@ class Recovery:
         state = self._now()
         program = exchange_of_states((worker, worker, to) for worker, to in holders.items() if to != worker)
         self.commands.call({each: KeepState(self._protected, before, program.order_of(each)) for each in workers})
-        parts = values["values"], values["states"], values["extra"]
-        self._add(MemoryPoint(self._protected, *parts, objects.objects, holders, state))
+        own_values = values["values"], values["states"], values["extra"]
+        self._add(MemoryPoint(self._protected, *own_values, objects.objects, holders, state))
 
     def _add(self, point: DiskPoint | MemoryPoint) -> None:
         self.points = [each for each in self.points if type(each) is not type(point)] + [point]
@@ -129,7 +129,7 @@ class Recovery:
         point = self._newest_left(commands.replaced())
         with commands.recovery():
             commands.zero_grad()
-            all_anew = point is None or (isinstance(point, DiskPoint) and not point.whole)
+            all_anew = point is None or (isinstance(point, DiskPoint) and not point.is_whole)
             self._rebuild(self.placed.workers if all_anew else commands.replaced(), send_again)
             if point is None:
                 return self._to_start()
@@ -196,7 +196,7 @@ class Recovery:
     def _to_saved(self, point: DiskPoint, loading: Loading) -> dict[str, Any]:
         self._make_fresh(point.optimizers)
         self._store_unsaved()
-        values = loading.load(point.path, False, point.given, all_random=True)
+        values = loading.load(point.path, False, point.objects, all_random=True)
         point.state.restore(self.commands, self.optimizers, self.scaler)
         return dict(values)
 
@@ -210,7 +210,9 @@ class Recovery:
         }
         if left:
             stores = self.placed.for_all_copies(left)
-            self.commands.call({worker: RestoreState(WorkerState(own)) for worker, own in stores.items() if own})
+            self.commands.call(
+                {worker: RestoreState(WorkerState(tensors)) for worker, tensors in stores.items() if tensors}
+            )
 
 
 def finish_saving(finish: Callable[[], None]) -> None:

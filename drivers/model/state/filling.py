@@ -100,7 +100,7 @@ class Filling:
 
     def _body(self, worker: int, model: nn.Module, function: Function | None, seed: int) -> Initialize:
         places = {name: self._locations(name, worker) for name in sorted(self.empty)}
-        here = {name: own for name, own in places.items() if own}
+        here = {name: locations for name, locations in places.items() if locations}
         held: dict[int, Any] = {}
         for name, tensor in named_state(model):
             canonical = self.placed.compiled.qualnames.canonical[name]
@@ -122,11 +122,11 @@ def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:
                     f"whether its constructor calls that for its modules; if so, call initialize({where}), "
                     "otherwise initialize(lambda module: None)"
                 )
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        made = [empty[id(tensor)] for tensor in own if id(tensor) in empty]
-        if made and not _takes_nothing(reset_function(module)):
+        module_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        without_numbers = [empty[id(tensor)] for tensor in module_tensors if id(tensor) in empty]
+        if without_numbers and not _takes_nothing(reset_function(module)):
             raise InitializationError(
-                f"{path or 'the model'} ({type(module).__name__}) has {_listed(made)}, and no reset_parameters() "
+                f"{path or 'the model'} ({type(module).__name__}) has {_listed(without_numbers)}, and no reset_parameters() "
                 "that initializes this; write one, as modules of torch have it, or give initialize() a function "
                 "that is called with each module and initializes it: initialize(function)"
             )

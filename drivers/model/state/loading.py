@@ -60,7 +60,7 @@ class Loading:
         self.path = ""  # of what was loaded last
 
     def load(
-        self, path: str | os.PathLike[str], strict: bool, given: Mapping[str, Any], all_random: bool = False
+        self, path: str | os.PathLike[str], strict: bool, arguments: Mapping[str, Any], all_random: bool = False
     ) -> LoadedValues:
         """Load a checkpoint, and return its plain values. With ``all_random``, random states are loaded in any case."""
         if not isinstance(strict, bool):
@@ -74,10 +74,10 @@ class Loading:
             raise CheckpointError(f"nothing was loaded: {type(error).__name__}: {error}") from error
         names = SavedNames.of(self.pipe, self.placed)
         tensors, missing, unexpected = _fitting(contents, names, strict)
-        parts = {name: each for name, each in given.items() if name != RANDOM_STATE}
+        parts = {name: each for name, each in arguments.items() if name != RANDOM_STATE}
         optimizers, objects = self._checked(contents, parts)
         has_random = all_random and "random" in contents.values
-        goes_on = (has_random or bool(optimizers or objects)) and self._takes_random_state(contents, given)
+        goes_on = (has_random or bool(optimizers or objects)) and self._takes_random_state(contents, arguments)
         self.commands.wait()
         unused = self._read(contents, tensors, names, optimizers)
         with first_waits():  # or a part would be loaded, and a part not
@@ -85,13 +85,13 @@ class Loading:
         self.path = contents.path
         return LoadedValues(contents.values.get("values", {}), missing, unexpected)
 
-    def _takes_random_state(self, contents: Contents, given: Mapping[str, Any]) -> bool:
-        """Whether random states are loaded. Raises if they cannot be, unless ``given`` leaves them out by name."""
-        if RANDOM_STATE in given:
-            if given[RANDOM_STATE] is not None:
+    def _takes_random_state(self, contents: Contents, arguments: Mapping[str, Any]) -> bool:
+        """Whether random states are loaded. Raises if they cannot be, unless ``arguments`` leaves them out by name."""
+        if RANDOM_STATE in arguments:
+            if arguments[RANDOM_STATE] is not None:
                 raise CheckpointError(
-                    f"{RANDOM_STATE}={describe(given[RANDOM_STATE])}: random states are loaded if this is left out, and left "
-                    f"as they are with {RANDOM_STATE}=None"
+                    f"{RANDOM_STATE}={describe(arguments[RANDOM_STATE])}: random states are loaded if this is left out, and "
+                    f"left as they are with {RANDOM_STATE}=None"
                 )
             return False
         was_keyed, is_keyed = contents.values["random"].get("keyed") is not None, self.commands.numbers is not None
@@ -141,16 +141,16 @@ class Loading:
                 self.commands.numbers = StepNumbers(**numbers)
 
     def _checked(
-        self, contents: Contents, given: Mapping[str, Any]
+        self, contents: Contents, parts: Mapping[str, Any]
     ) -> tuple[dict[str, PipelineOptimizer], dict[str, Any]]:
         """The optimizers and the objects that are loaded, if the checkpoint has what they need."""
         saved = {**contents.values.get("optimizers", {}), **contents.values.get("states", {})}
-        wanted = {name: each for name, each in given.items() if each is not None}
-        lacking = [name for name in given if name not in saved]
+        wanted = {name: each for name, each in parts.items() if each is not None}
+        lacking = [name for name in parts if name not in saved]
         if lacking:
             has = ", ".join(map(repr, saved)) or "none"
             raise CheckpointError(f"{contents.path} has no state for {', '.join(map(repr, lacking))}; it has {has}")
-        left = [name for name in saved if name not in given]
+        left = [name for name in saved if name not in parts]
         if wanted and left:
             raise CheckpointError(
                 f"{contents.path} also has a state for {', '.join(map(repr, left))}, which a resumed run needs; "
@@ -169,37 +169,37 @@ class Loading:
                 objects[name] = each
         return optimizers, objects
 
-    def _checked_optimizer(self, name: str, given: Any, contents: Contents) -> PipelineOptimizer:
-        if not isinstance(given, PipelineOptimizer):
+    def _checked_optimizer(self, name: str, optimizer: Any, contents: Contents) -> PipelineOptimizer:
+        if not isinstance(optimizer, PipelineOptimizer):
             raise CheckpointError(
-                f"{name}= is a {type(given).__name__}, but the saved state is of an optimizer on workers; give what "
+                f"{name}= is a {type(optimizer).__name__}, but the saved state is of an optimizer on workers; give what "
                 "driver.instantiate_optimizer returned (for an optimizer of this process, use "
                 "pippy.load_checkpoint)"
             )
-        check_is_of(name, given, self.commands)
+        check_is_of(name, optimizer, self.commands)
         saved = contents.values["optimizers"][name]
-        mine = given.optimizer_class.__name__
+        mine = optimizer.optimizer_class.__name__
         if saved["class"] != mine:
             raise CheckpointError(
                 f"{name}= is of {mine}, but the saved state is of {saved['class']}; give an optimizer of that class"
             )
-        ours = [set(group["params"]) for group in given.named_groups()]
-        theirs = [set(group["params"]) for group in saved["groups"]]
-        if ours != theirs:
-            sizes = [[len(group) for group in groups] for groups in (theirs, ours)]
-            odd = sorted(set[str]().union(*ours) ^ set[str]().union(*theirs))[:_SHOWN]
+        groups_now = [set(group["params"]) for group in optimizer.named_groups()]
+        groups_saved = [set(group["params"]) for group in saved["groups"]]
+        if groups_now != groups_saved:
+            sizes = [[len(group) for group in groups] for groups in (groups_saved, groups_now)]
+            odd = sorted(set[str]().union(*groups_now) ^ set[str]().union(*groups_saved))[:_SHOWN]
             apart = f", and {', '.join(map(repr, odd))} on one side only" if odd else ""
             raise CheckpointError(
                 f"{name}= has other groups of parameters than the saved optimizer: it has groups of {sizes[1]} "
                 f"parameters, and the saved one had groups of {sizes[0]}{apart}"
             )
         has_masters = any(MASTER in state for state in contents.optimizers.get(name, {}).values())
-        if has_masters and given.master_dtype is None:
+        if has_masters and optimizer.master_dtype is None:
             raise CheckpointError(
                 f"{name}= was saved with copies of the parameters in a dtype with more bits, and this one has none; "
                 "make the optimizer with their dtype: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
-        return given
+        return optimizer
 
     def _read(
         self,
@@ -215,8 +215,8 @@ class Loading:
             for name, each in optimizers.items()
         }
         bodies = {
-            worker: ReadState(own, {number: by_worker[worker] for number, by_worker in states.items()})
-            for worker, own in places.items()
+            worker: ReadState(entries, {number: by_worker[worker] for number, by_worker in states.items()})
+            for worker, entries in places.items()
         }
         try:
             unused = {
@@ -258,26 +258,26 @@ def _fitting(
 
     Raises an error that lists all faults; without ``strict``, a name that one side lacks is no fault.
     """
-    found, taken = {}, set()
-    for name, own in names.names.items():
-        there = [each for each in own if each in contents.model]
+    stored_tensors, taken = {}, set()
+    for name, all_names in names.names.items():
+        there = [each for each in all_names if each in contents.model]
         taken.update(there)
         if there:
-            found[name] = contents.model[there[-1]]  # as load_state_dict of torch, where the last one wins
+            stored_tensors[name] = contents.model[there[-1]]  # as load_state_dict of torch, where the last one wins
     faults = []
-    missing = [name for name in names.tensors if name not in found and name not in names.nowhere]
+    missing = [name for name in names.tensors if name not in stored_tensors and name not in names.nowhere]
     unknown = [name for name in contents.model if name not in taken]
-    extra, theirs = names.extra.keys(), contents.values.get("extra", {}).keys()
+    extra, saved_extra = names.extra.keys(), contents.values.get("extra", {}).keys()
     if contents.values:
-        missing, unknown = [*missing, *sorted(extra - theirs)], [*unknown, *sorted(theirs - extra)]
+        missing, unknown = [*missing, *sorted(extra - saved_extra)], [*unknown, *sorted(saved_extra - extra)]
     for kind, which in (("the checkpoint lacks", missing), ("the model has no", unknown)):
         if which and strict:
             faults.append(f"{kind} {first_listed(which, _SHOWN)}")
-    for name, stored in found.items():
-        mine = names.tensors[name]
-        if mine.shape != stored.shape or mine.dtype != stored.dtype:
-            theirs_is = describe(torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
-            faults.append(f"{name} is {theirs_is} in the checkpoint, and {describe(mine)} in the model")
+    for name, stored in stored_tensors.items():
+        tensor = names.tensors[name]
+        if tensor.shape != stored.shape or tensor.dtype != stored.dtype:
+            stored_is = describe(torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+            faults.append(f"{name} is {stored_is} in the checkpoint, and {describe(tensor)} in the model")
     if faults:
         left = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n- ".join([*faults[:_SHOWN], *left])
@@ -286,7 +286,7 @@ def _fitting(
             f"the names that both have, and driver.load_state_dict(state, strict=False) other dtypes, too; state = "
             f'pippy.load_checkpoint({contents.path!r})["{MODEL}"])'
         )
-    return found, [name for first in missing for name in names.names.get(first, (first,))], unknown
+    return stored_tensors, [name for first in missing for name in names.names.get(first, (first,))], unknown
 
 
 def load_objects(states: Mapping[str, Any], objects: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class SavedNames:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 groups.setdefault(canonical.get(name, name), []).append(name)
-        names = {first if first in own else own[0]: tuple(own) for first, own in groups.items()}
+        names = {first if first in all_names else all_names[0]: tuple(all_names) for first, all_names in groups.items()}
         return cls(
             {name: state[name] for name in names},
             names,

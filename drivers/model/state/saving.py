@@ -55,7 +55,7 @@ class GivenObjects:
     @classmethod
     def sorted(cls, given: Mapping[str, Any], commands: DriverCommands | None) -> "GivenObjects":
         """Sort the objects into optimizers, objects with a state dict, and plain values."""
-        found = cls()
+        objects = cls()
         for name, value in given.items():
             if name in TAKEN:
                 raise CheckpointError(
@@ -64,12 +64,12 @@ class GivenObjects:
                 )
             if isinstance(value, PipelineOptimizer):
                 check_is_of(name, value, commands)
-                found.optimizers[name] = value
+                objects.optimizers[name] = value
             elif hasattr(value, "state_dict") and not isinstance(value, type):
-                found.objects[name] = value
+                objects.objects[name] = value
             else:
-                found.values[name] = value
-        return found
+                objects.values[name] = value
+        return objects
 
 
 def check_is_of(name: str, optimizer: PipelineOptimizer, commands: DriverCommands | None) -> None:
@@ -91,18 +91,18 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, given: Mapping[str, Any]) -> str:
+    def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, parts: Mapping[str, Any]) -> str:
         """Save, and return the path of the checkpoint. There is nothing at this path before the checkpoint is complete."""
         self.finish()
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise CheckpointError(
                 f"keep={describe(keep)}: give how many checkpoints to keep, 1 or more, or None for all"
             )
-        step = given.get("step")
+        step = parts.get("step")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise CheckpointError(f"step={describe(step)}: the step names the checkpoint, so give a number, 0 or more")
         self.filling.check("save()")
-        objects = GivenObjects.sorted(given, self.commands)
+        objects = GivenObjects.sorted(parts, self.commands)
         names = SavedNames.of(self.pipe, self.placed).with_numbers()
         # A tensor of the meta device is on a worker, where it has numbers.
         check_writable({name: tensor for name, tensor in names.tensors.items() if not tensor.is_meta})
@@ -165,18 +165,18 @@ class Saving:
             if error is not None:
                 raise error
 
-    def _values(self, given: GivenObjects, names: SavedNames) -> dict[str, Any]:
+    def _values(self, objects: GivenObjects, names: SavedNames) -> dict[str, Any]:
         """The plain values, as they are now."""
-        states = {name: each.state_dict() for name, each in given.objects.items()}
+        states = {name: each.state_dict() for name, each in objects.objects.items()}
         optimizers = {
             name: {"class": each.optimizer_class.__name__, "groups": each.named_groups()}
-            for name, each in given.optimizers.items()
+            for name, each in objects.optimizers.items()
         }
-        values = {"values": given.values, "states": states, "optimizers": optimizers, "extra": dict(names.extra)}
+        values = {"values": objects.values, "states": states, "optimizers": optimizers, "extra": dict(names.extra)}
         try:
             values = unpacked(packed(values))  # copies: the script may change what it gave before all is written
         except Exception:
-            for name, value in {**given.values, **states, **optimizers, **names.extra}.items():
+            for name, value in {**objects.values, **states, **optimizers, **names.extra}.items():
                 check_plain(name, value)
             raise
         numbers = None if self.commands.numbers is None else self.commands.numbers.state()
@@ -210,21 +210,22 @@ class _Work:
         self,
         new: NewCheckpoint,
         names: SavedNames,
-        given: GivenObjects,
+        objects: GivenObjects,
         values: dict[str, Any],
         placed: PlacedPipe,
         keep: int | None,
         note: Callable[[str], None],
     ) -> None:
         self.note = note
-        self.new, self.names, self.given, self.values, self.placed, self.keep = new, names, given, values, placed, keep
+        self.new, self.names, self.objects = new, names, objects
+        self.values, self.placed, self.keep = values, placed, keep
         self.held = placed.first_locations(names.tensors)
         count = len(self.held) + bool(names.unused)
         self.files = {worker: shard(MODEL, at, count) for at, worker in enumerate(self.held)}
         self.own_file = shard(MODEL, count - 1, count)
         self.states: dict[str, dict[int, Any]] = {
             name: placed.first_locations((parameter for parameter, _ in each.named_parameters()), each.divided)
-            for name, each in given.optimizers.items()
+            for name, each in objects.optimizers.items()
         }
         self.unused: list[WrittenFile] = []
 
@@ -233,13 +234,13 @@ class _Work:
         return {worker: self._body(worker, copy) for worker in self.placed.workers}
 
     def _body(self, worker: int, copy: bool) -> WriteState:
-        own = self.held.get(worker, {})
+        locations = self.held.get(worker, {})
         optimizers = {}
         for name, places in self.states.items():
             if worker in places:
                 file = shard(name, list(places).index(worker), len(places))
-                optimizers[self.given.optimizers[name].number] = file, places[worker]
-        return WriteState(self.files.get(worker, ""), self.new.path, own, self._tied(own), optimizers, copy)
+                optimizers[self.objects.optimizers[name].number] = file, places[worker]
+        return WriteState(self.files.get(worker, ""), self.new.path, locations, self._tied(locations), optimizers, copy)
 
     def _tied(self, own: Mapping[str, Any]) -> dict[str, str]:
         """For each further name of these tensors the stored name, in the form of `safetensors.torch.save_model`."""
@@ -294,7 +295,7 @@ class _Work:
                 )
 
     def _add_workers_values(self, written: Mapping[int, WrittenState]) -> None:
-        for name, optimizer in self.given.optimizers.items():
+        for name, optimizer in self.objects.optimizers.items():
             others: dict[str, Any] = {}
             for state in written.values():
                 others.update(state.others.get(optimizer.number, {}))
