@@ -70,13 +70,13 @@ def activities(
     order: Sequence[Instruction], record: WorkerRecord, send_times: SendTimes, worker: int, end: float
 ) -> tuple[Activity, ...]:
     """All that a worker did from 0 to ``end``, without a gap. The times of ``record`` must begin at 0, too."""
-    found: list[Activity] = []
+    done: list[Activity] = []
     computed = False
 
     def until(time: float, cause: Cause, peer: int | None = None, at: int | None = None) -> None:
-        now = found[-1].end if found else 0.0
+        now = done[-1].end if done else 0.0
         if time > now:
-            found.append(Activity(cause, now, time, peer, at))
+            done.append(Activity(cause, now, time, peer, at))
 
     until(record.started, Cause.STARTING)
     for at, (start, stop) in sorted(enumerate(record.spans()), key=lambda each: each[1]):
@@ -102,7 +102,7 @@ def activities(
         until(record.ended, Cause.ADDING)
     until(record.ended, Cause.PYTHON)
     until(end, Cause.DRAIN)
-    return tuple(found)
+    return tuple(done)
 
 
 def spent(worker: Sequence[Activity]) -> dict[tuple[Cause, int | None], float]:

@@ -20,14 +20,14 @@ def comparison(
     steps: StepPair, recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str
 ) -> str:
     """The HTML that compares a step of one recording with a step of another. ``recorded`` are all the steps of each."""
-    whole = max(each.makespan for each in steps)
-    span = max(whole, *(float(each.predicted.makespan) for each in steps))
+    longest = max(each.makespan for each in steps)
+    span = max(longest, *(float(each.predicted.makespan) for each in steps))
     notes = filter(None, (unlike(steps, names), by_chance(recorded, names)))
     lead = (
         f'<div class="findings"><p><b>{escape(difference(steps, names))}</b> {escape(largest_difference(steps))}</p>'
         f"{''.join(f'<p>{escape(note)}</p>' for note in notes)}</div>"
     )
-    bars = [parts_bar(each, whole) for each in steps]
+    bars = [parts_bar(each, longest) for each in steps]
     views = [timeline(each, span, number) for number, each in enumerate(steps)]
     said = ["".join(f"<p>{escape(sentence)}</p>" for sentence in findings(each)) for each in steps]
     return html_document(
@@ -71,10 +71,10 @@ def changed(steps: StepPair) -> dict[StepPart, float]:
 
 def by_chance(recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Names) -> str:
     """Says so if steps of one recording are as long as those of the other, so that the difference may be chance."""
-    (low, high), (other_low, other_high) = ((min(each), max(each)) for each in (_lengths(its) for its in recorded))
+    (low, high), (other_low, other_high) = ((min(each), max(each)) for each in map(_lengths, recorded))
     ranges = " and ".join(
-        f"{duration(min(its))} to {duration(max(its))} in {name} ({len(its)} kept)"
-        for name, its in zip(names, map(_lengths, recorded))
+        f"{duration(min(lengths))} to {duration(max(lengths))} in {name} ({len(lengths)} kept)"
+        for name, lengths in zip(names, map(_lengths, recorded))
     )
     if low > other_high or other_low > high:
         return f"All steps of one are shorter than all of the other: {ranges}."

@@ -34,7 +34,7 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
     worker = max(range(len(ends)), key=lambda each: ends[each][-1:])
     time = ends[worker][-1] if ends[worker] else 0.0
     adds = _add_together(program)
-    found: list[PathActivity] = []
+    path: list[PathActivity] = []
     left: set[tuple[int, int]] = (
         set()
     )  # waits that were followed: clocks of several hosts may err, and lead in a circle
@@ -52,10 +52,10 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
             if each.start < others.get(last, 0.0) < time:
                 source, begin = last, others[last]
         if begin < time:
-            found.append((worker, replace(each, start=begin, end=time)))
+            path.append((worker, replace(each, start=begin, end=time)))
         time = begin
         worker = worker if source is None else source
-    return found[::-1]
+    return path[::-1]
 
 
 def _add_together(program: Program) -> list[set[int]]:
@@ -63,12 +63,12 @@ def _add_together(program: Program) -> list[set[int]]:
     groups = [copies.stages for copies in program.replicated]
     if program.replicas > 1:
         groups += [(stage,) for stage in program.backward]
-    found: list[set[int]] = [set() for _ in range(program.workers)]
+    together: list[set[int]] = [set() for _ in range(program.workers)]
     for stages in groups:
         holders = {worker for stage in stages for worker in program.workers_of(stage)}
         for worker in holders:
-            found[worker] |= holders
-    return found
+            together[worker] |= holders
+    return together
 
 
 def _began_to_add(activities: Sequence[Activity]) -> float:

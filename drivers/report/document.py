@@ -60,17 +60,17 @@ def what_ran(step: StepData) -> str:
     return escape(" · ".join(filter(None, (f"schedule {program.schedule}", *counts, duration(step.makespan), rates))))
 
 
-def parts_bar(step: StepData, whole: float) -> str:
-    """The parts of a step's length as a bar; ``whole`` seconds are as wide as the page."""
-    found = {part: seconds for part, seconds in step_parts(step).items() if seconds > 0}
+def parts_bar(step: StepData, full_width: float) -> str:
+    """The parts of a step's length as a bar; ``full_width`` seconds are as wide as the page."""
+    seconds_of = {part: seconds for part, seconds in step_parts(step).items() if seconds > 0}
     bars = names = ""
-    for part, seconds in found.items():
+    for part, seconds in seconds_of.items():
         kind = PART_KINDS.get(part, str(part))
         words = escape(
             f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}\n{PART_MEANINGS[part]}"
         )
         fill = f'class="{css_class(kind)}{{}}" style="{{}}background-color:{FILLS[kind]}"'
-        bars += f'<i {fill.format("", f"width:{100 * seconds / (whole or 1.0):.3f}%;")} title="{words}"></i>'
+        bars += f'<i {fill.format("", f"width:{100 * seconds / (full_width or 1.0):.3f}%;")} title="{words}"></i>'
         if seconds >= 0.005 * step.makespan:
             swatch = f"<i {fill.format(' swatch', '')}></i>"
             names += f'<span title="{words}" tabindex="0">{swatch}{escape(part)} {duration(seconds)}</span>'

@@ -29,35 +29,35 @@ def findings(step: StepData) -> list[str]:
     """Sentences about a step, the largest loss of time first."""
     crowded, lost = off_cores(step) > CROWDED, losses(step)
     lead = largest_loss(step, lost, crowded)
-    found = [lead]
+    sentences = [lead]
     if crowded:
-        found.append(
+        sentences.append(
             f"For {percent(off_cores(step))} or more of the time in which workers had work, they had no core to do it on, or "
             "slept: other workers or processes take the cores, and all times are longer for it. Start as many workers as "
             "there are cores for, with threads= and pin= so that they do not share any."
         )
     stage = slowest(step, lost.get(StepPart.UNEVEN, 0.0))
-    return [*found, *([] if stage in lead else [stage]), where_time_went(step)]
+    return [*sentences, *([] if stage in lead else [stage]), where_time_went(step)]
 
 
-def largest_loss(step: StepData, found: Mapping[StepPart, float], crowded: bool) -> str:
+def largest_loss(step: StepData, lost_seconds: Mapping[StepPart, float], crowded: bool) -> str:
     """Says which of the losses is the largest, and what helps. Its time is a part of the measured step."""
-    whole = step.makespan
+    length = step.makespan
     if crowded:  # then one cannot say which of the causes would be there otherwise
-        beyond = sum(seconds for part, seconds in found.items() if part not in FROM_SCHEDULE)
-        within = max((seconds for part, seconds in found.items() if part in FROM_SCHEDULE), default=0.0)
-        if beyond > max(within, WORTH_IT * whole):
+        beyond = sum(seconds for part, seconds in lost_seconds.items() if part not in FROM_SCHEDULE)
+        within = max((seconds for part, seconds in lost_seconds.items() if part in FROM_SCHEDULE), default=0.0)
+        if beyond > max(within, WORTH_IT * length):
             return (
                 f"The largest loss is outside the computations: {_of(beyond, step)} was beyond what the schedule and the "
                 "computations need, while workers had no core."
             )
-    part = next(iter(found), StepPart.COMPUTING)
-    if found.get(part, 0.0) < WORTH_IT * whole:
-        share = percent(1 - sum(found.values()) / (whole or 1.0))
-        return f"No large loss: {share} of the step of {duration(whole)} was computing."
-    lost = f"The largest loss is {_named(part)}: {_of(found[part], step)}."
+    part = next(iter(lost_seconds), StepPart.COMPUTING)
+    if lost_seconds.get(part, 0.0) < WORTH_IT * length:
+        share = percent(1 - sum(lost_seconds.values()) / (length or 1.0))
+        return f"No large loss: {share} of the step of {duration(length)} was computing."
+    lost = f"The largest loss is {_named(part)}: {_of(lost_seconds[part], step)}."
     if part == StepPart.UNEVEN:
-        return f"{lost} {slowest(step, found[part])}"
+        return f"{lost} {slowest(step, lost_seconds[part])}"
     return f"{lost} {ADVICE[part].format(_fills_better(step))}."
 
 
@@ -136,5 +136,5 @@ def cause_shares(step: StepData) -> dict[Cause, float]:
     for worker in step.activities:
         for each in worker:
             total[each.cause] = total.get(each.cause, 0.0) + each.duration
-    whole = step.makespan * len(step.activities) or 1.0
-    return {cause: seconds / whole for cause, seconds in total.items()}
+    available = step.makespan * len(step.activities) or 1.0
+    return {cause: seconds / available for cause, seconds in total.items()}

@@ -51,13 +51,13 @@ def step_parts(step: StepData) -> dict[StepPart, float]:
     foreseen = float(step.predicted.makespan)
     even = min(foreseen, float(predicted(program, evened(medians)).makespan))
     least = min(even, sum(usual) / program.workers)
-    found = {StepPart.COMPUTING: least, StepPart.SCHEDULE: even - least, StepPart.UNEVEN: foreseen - even}
+    parts = {StepPart.COMPUTING: least, StepPart.SCHEDULE: even - least, StepPart.UNEVEN: foreseen - even}
     beyond = step.makespan - foreseen
     on_path = _on_path(step)
     if beyond <= 0 or not on_path:  # some passes were much shorter than their medians
-        return {part: seconds * step.makespan / (foreseen or 1.0) for part, seconds in found.items()}
+        return {part: seconds * step.makespan / (foreseen or 1.0) for part, seconds in parts.items()}
     scale = beyond / sum(on_path.values())
-    return found | {part: seconds * scale for part, seconds in on_path.items()}
+    return parts | {part: seconds * scale for part, seconds in on_path.items()}
 
 
 def losses(step: StepData) -> dict[StepPart, float]:
@@ -68,7 +68,7 @@ def losses(step: StepData) -> dict[StepPart, float]:
 
 def _on_path(step: StepData) -> dict[StepPart, float]:
     """The seconds on the critical path that no prediction foresees, by cause."""
-    found: dict[StepPart, float] = {}
+    seconds_of: dict[StepPart, float] = {}
     for worker, each in critical_path(step.program, step.activities):
         instruction = step.program.orders[worker][each.at] if each.at is not None else None
         if isinstance(instruction, Compute):
@@ -77,5 +77,5 @@ def _on_path(step: StepData) -> dict[StepPart, float]:
             part, seconds = StepPart.TRANSFER, each.duration
         else:
             part, seconds = StepPart(each.cause), each.duration
-        found[part] = found.get(part, 0.0) + seconds
-    return {part: seconds for part, seconds in found.items() if seconds > ROUNDING * step.makespan}
+        seconds_of[part] = seconds_of.get(part, 0.0) + seconds
+    return {part: seconds for part, seconds in seconds_of.items() if seconds > ROUNDING * step.makespan}

@@ -45,10 +45,10 @@ def _for_all(values: Sequence[str], transfers: Mapping[str, Sequence[float]]) ->
 
 def transfer_seconds(step: StepData) -> dict[str, list[float]]:
     """For each value, how long its receivers waited after it began to be sent: one number for each micro-batch."""
-    found: dict[str, list[float]] = {}
+    waits: dict[str, list[float]] = {}
     for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
         for instruction, (start, end) in zip(order, record.spans()):
             if isinstance(instruction, Receive):
                 begun = step.send_times[instruction.value, instruction.microbatch, worker]
-                found.setdefault(instruction.value, []).append(max(0.0, end - max(start, begun)))
-    return found
+                waits.setdefault(instruction.value, []).append(max(0.0, end - max(start, begun)))
+    return waits

@@ -18,12 +18,12 @@ HOW = (
 def memory_drawing(step: StepData, counted: Sequence[HeldBytes] | None) -> str:
     """A picture for each worker, as HTML, all to one scale; how to get them if nothing was measured."""
     held = [list(_series(step, worker, counted)) for worker in range(len(step.noted))]
-    highest = max((max(numbers) for its in held for _, numbers in its), default=0)
+    highest = max((max(numbers) for series in held for _, numbers in series), default=0)
     if not highest:
         return HOW
-    named = {name: None for its in held for name, _ in its}
+    named = {name: None for series in held for name, _ in series}
     legend = "".join(f'<span><i class="swatch held-{name}"></i>{_words(name)}</span>' for name in named)
-    drawn = "".join(_of_worker(step, worker, its, highest) for worker, its in enumerate(held))
+    drawn = "".join(_of_worker(step, worker, series, highest) for worker, series in enumerate(held))
     return (
         f"<h3>What workers held over the step</h3><p>Tensors that were alive, to the scale of the largest peak, "
         f'{size(highest)}.</p><div class="legend">{legend}</div><div class="held">{drawn}</div>'
@@ -75,9 +75,9 @@ def _line(step: StepData, worker: int, name: str, numbers: Sequence[int], highes
 def _points(step: StepData, worker: int, numbers: Sequence[int], highest: int) -> Iterator[tuple[float, float]]:
     """Steps: what was held while an instruction ran, from its beginning to its end."""
     record = step.records[worker]
-    begin, whole = record.started, step.makespan or 1.0
+    begin, length = record.started, step.makespan or 1.0
     for end, held in sorted(zip([*record.ends, record.ended], numbers)):
         y = 2 + (HEIGHT - 2) * (1 - held / highest)
-        yield MEMORY_WIDTH * begin / whole, y
-        yield MEMORY_WIDTH * end / whole, y
+        yield MEMORY_WIDTH * begin / length, y
+        yield MEMORY_WIDTH * end / length, y
         begin = end

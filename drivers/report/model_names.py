@@ -60,16 +60,18 @@ def model_names(compiled: Compiled) -> ModelNames:
     ModelNames(stages=('0', '1'), values={'_0': '0', '_1': '1'})
     """
     paths = [[_path(node) for node in stage.graph.nodes] for _, stage in compiled.stages()]
-    found: dict[str, set[int]] = {}  # the stages in which each module is
-    for stage, its in enumerate(paths):
-        for path in its:
+    stages_of: dict[str, set[int]] = {}  # the stages in which each module is
+    for stage, modules in enumerate(paths):
+        for path in modules:
             for prefix in _prefixes(path):
-                found.setdefault(prefix, set()).add(stage)
+                stages_of.setdefault(prefix, set()).add(stage)
     stages = (
-        dict.fromkeys(next((prefix for prefix in _prefixes(path) if len(found[prefix]) == 1), path) for path in its)
-        for its in paths
+        dict.fromkeys(
+            next((prefix for prefix in _prefixes(path) if len(stages_of[prefix]) == 1), path) for path in modules
+        )
+        for modules in paths
     )
-    return ModelNames(tuple(_listed(each for each in its if each) for its in stages), _made_in(compiled))
+    return ModelNames(tuple(_listed(each for each in modules if each) for modules in stages), _made_in(compiled))
 
 
 def _path(node: fx.Node) -> str:
@@ -111,14 +113,14 @@ def _listed(modules: Iterable[str]) -> str:
 
 def _made_in(compiled: Compiled) -> dict[str, str]:
     """For each value that stages make, the module that makes it."""
-    found = {}
+    paths = {}
     for node in compiled.split_gm.graph.nodes:
         name = compiled.wiring.values.get(node.name)
         source: Any = node.args[0] if is_getitem(node) else node
         if name is None or source.op != "call_module" or stage_index(str(source.target)) is None:
             continue
         outputs = compiled.stage_outputs(str(source.target))
-        made = outputs[node.args[1]] if is_getitem(node) else outputs
-        if isinstance(made, fx.Node):
-            found[name] = _path(made)
-    return {name: path for name, path in found.items() if path}
+        maker = outputs[node.args[1]] if is_getitem(node) else outputs
+        if isinstance(maker, fx.Node):
+            paths[name] = _path(maker)
+    return {name: path for name, path in paths.items() if path}

@@ -176,8 +176,8 @@ class Recording:
 
         def note(results: Mapping[int, StepResult]) -> None:
             noted = [results[rank].record for rank in ranks]
-            kept = tuple(each for each in noted if each is not None)
-            self.steps.append(RecordedStep(program, tuple(names), kept, posted, time.monotonic(), self.model, batch))
+            records = tuple(each for each in noted if each is not None)
+            self.steps.append(RecordedStep(program, tuple(names), records, posted, time.monotonic(), self.model, batch))
             self.dropped += len(self.steps[: -self.limit])
             del self.steps[: -self.limit]
 

@@ -156,13 +156,13 @@ class StepData:
 
     def traffic(self) -> list[Traffic]:
         """The bytes that each value took between workers, the largest first."""
-        found: dict[tuple[str, int, int], list[int]] = {}
+        sizes_of: dict[tuple[str, int, int], list[int]] = {}
         for worker, (order, record) in enumerate(zip(self.program.orders, self.noted)):
             for at, size in record.sizes.items():
                 send = order[at]
                 assert isinstance(send, Send)
-                found.setdefault((send.value, worker, send.to), []).append(size)
-        moved = [Traffic(*edge, len(sizes), sum(sizes)) for edge, sizes in found.items()]
+                sizes_of.setdefault((send.value, worker, send.to), []).append(size)
+        moved = [Traffic(*edge, len(sizes), sum(sizes)) for edge, sizes in sizes_of.items()]
         return sorted(moved, key=lambda each: -each.bytes)
 
     def stages_of(self, worker: int) -> tuple[int, ...]:

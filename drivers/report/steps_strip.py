@@ -45,12 +45,12 @@ def packed_steps(shown: int, recorded: Sequence[StepData]) -> list[int]:
     """The numbers of the steps that the page has."""
     by_length = sorted(range(len(recorded)), key=lambda number: recorded[number].makespan)
     wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(recorded)))])
-    found, room = [shown], MOST_INSTRUCTIONS
+    packed, room = [shown], MOST_INSTRUCTIONS
     for number in [each for each in wanted if each != shown][: MOST_STEPS - 1]:
         room -= sum(map(len, recorded[number].program.orders))
         if room >= 0:
-            found.append(number)
-    return sorted(found)
+            packed.append(number)
+    return sorted(packed)
 
 
 def _bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:

@@ -34,8 +34,8 @@ def report_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int 
     """
 
     def row(cells: Sequence[str], tag: str) -> str:
-        made = (f"<{tag}{'' if at < words else ' class=n'}>{cell}</{tag}>" for at, cell in enumerate(cells))
-        return f"<tr>{''.join(made)}</tr>"
+        cells_html = (f"<{tag}{'' if at < words else ' class=n'}>{cell}</{tag}>" for at, cell in enumerate(cells))
+        return f"<tr>{''.join(cells_html)}</tr>"
 
     body = "".join(row(cells, "td") for cells in rows)
     return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
@@ -69,17 +69,17 @@ def times(step: StepData) -> str:
     )
 
 
-def _bar(activities: Sequence[Activity], whole: float) -> str:
+def _bar(activities: Sequence[Activity], length: float) -> str:
     """A worker's time as a stacked bar, by cause."""
     parts = ""
     for cause in Cause:
         seconds = sum(each.duration for each in activities if each.cause == cause)
         if seconds:
             kind = "F" if cause == Cause.COMPUTING else cause
-            words = escape(f"{cause}: {duration(seconds)}, {percent(seconds / whole)}")
+            words = escape(f"{cause}: {duration(seconds)}, {percent(seconds / length)}")
             parts += (
                 f'<i class="{css_class(kind)}" title="{words}" '
-                f'style="width:{100 * seconds / whole:.3f}%;background-color:{FILLS[kind]}"></i>'
+                f'style="width:{100 * seconds / length:.3f}%;background-color:{FILLS[kind]}"></i>'
             )
     return f'<span class="bar">{parts}</span>'
 
@@ -104,11 +104,11 @@ def _spent(step: StepData, worker: int, cause: Cause) -> str:
 
 def _idle(step: StepData, worker: int) -> str:
     computing = sum(each.duration for each in step.activities[worker] if each.cause == Cause.COMPUTING)
-    foreseen, whole = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
+    foreseen, makespan = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
     idle = step.makespan - computing
     return tip(
         f"<b>{percent(idle / step.makespan)}</b>",
-        f"{step.named(worker)}, idle: {duration(idle)}\npredicted: {duration(foreseen)}, {percent(foreseen / whole)}",
+        f"{step.named(worker)}, idle: {duration(idle)}\npredicted: {duration(foreseen)}, {percent(foreseen / makespan)}",
     )
 
 

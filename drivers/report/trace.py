@@ -64,9 +64,9 @@ def _flows(step: StepData, shift: float, number: int) -> Iterator[TraceEvent]:
         if isinstance(receive, Receive) and each.cause == Cause.TRANSFER:
             sent = step.send_times[receive.value, receive.microbatch, worker]
             name = f"{receive.value}.{receive.microbatch}"
-            both = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
-            yield {"ph": "s", **both, "tid": receive.source, "ts": (sent + shift) * 1e6}
-            yield {"ph": "f", "bp": "e", **both, "tid": worker, "ts": ((each.start + each.end) / 2 + shift) * 1e6}
+            arrow = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
+            yield {"ph": "s", **arrow, "tid": receive.source, "ts": (sent + shift) * 1e6}
+            yield {"ph": "f", "bp": "e", **arrow, "tid": worker, "ts": ((each.start + each.end) / 2 + shift) * 1e6}
 
 
 def _prediction(step: StepData, shift: float) -> Iterator[TraceEvent]:
