@@ -49,16 +49,16 @@ def device_name(device: str | torch.device) -> str:
     'cpu'
     """
     try:
-        found = torch.device(device)
+        known = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ClusterError(
             f"{brief(device)} is not a device of torch; give a device such as 'cpu' or 'cuda:0'"
         ) from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise ClusterError(
             f"there is no device {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"
         )
-    return str(found)
+    return str(known)
 
 
 def check_threads(threads: int | None) -> None:

@@ -26,23 +26,23 @@ def current_cluster() -> Cluster:
     Traceback (most recent call last):
     pippy.drivers.base.errors.ClusterError: no cluster is open; open one: with cluster(2) as workers: ...
     """
-    found = _cluster_of(threading.current_thread()) or _cluster_of(threading.main_thread()) or _cluster_of_others()
-    if found is None and (lazy := current_lazy_cluster()) is not None:
-        found = lazy.current()
-    if found is None:
+    cluster = _cluster_of(threading.current_thread()) or _cluster_of(threading.main_thread()) or _cluster_of_others()
+    if cluster is None and (lazy := current_lazy_cluster()) is not None:
+        cluster = lazy.current()
+    if cluster is None:
         raise ClusterError("no cluster is open; open one: with cluster(2) as workers: ...")
-    return found
+    return cluster
 
 
 def _cluster_of_others() -> Cluster | None:
     threads = {thread for thread, _ in entered_clusters} | set(_opened)
-    found = [cluster for cluster in map(_cluster_of, threads) if cluster is not None]
-    if len(found) > 1:
+    clusters = [cluster for cluster in map(_cluster_of, threads) if cluster is not None]
+    if len(clusters) > 1:
         raise ClusterError(
-            f"this thread has opened no cluster, and {len(found)} other threads have; give the driver its cluster: "
+            f"this thread has opened no cluster, and {len(clusters)} other threads have; give the driver its cluster: "
             "PipelineDriver(pipe, workers)"
         )
-    return found[0] if found else None
+    return clusters[0] if clusters else None
 
 
 def _cluster_of(thread: threading.Thread) -> Cluster | None:

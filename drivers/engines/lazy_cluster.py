@@ -34,15 +34,15 @@ class LazyCluster:
             self.started = self.start(n=self.n, **self.options)
         return self.started
 
-    def requested(self, n: int | None, own: dict[str, Any], **times: float) -> Cluster:
+    def requested(self, n: int | None, options: dict[str, Any], **times: float) -> Cluster:
         """The cluster for a call of `cluster` in the script. Its options override those of the command line."""
         if n not in (None, self.n):
             raise ClusterError(
                 f"n={brief(n)}, and this script was started for {self.n} workers; leave out n, or start it "
                 f"with: pippy run -n {brief(n)}"
             )
-        if own or self.started is None or self.started.closed:
-            self.started = self.start(n=self.n, **self.options | own, **times)
+        if options or self.started is None or self.started.closed:
+            self.started = self.start(n=self.n, **self.options | options, **times)
         return self.started
 
 

@@ -82,12 +82,12 @@ class Routes:
 
     def _pair(self, one: int, other: int) -> str:
         sender, receiver, why = self.names[one], self.names[other], self.on_devices[one, other]
-        way = (
+        memory = (
             f"shared memory of the host, not of a GPU: {why}"
             if why
             else f"memory of {sender}'s GPU, which {receiver} maps"
         )
-        return f"from {sender} to {receiver}: {way}"
+        return f"from {sender} to {receiver}: {memory}"
 
     def _line(self, group: Sequence[int]) -> str:
         who = f"{', '.join(self.names[worker] for worker in group)} on {self.hosts[group[0]]}"

@@ -49,16 +49,16 @@ class ThreadEngine:
         self.devices = tuple("simulated" if each else "cpu" for each in copies)
         near = {index for index, each in enumerate(copies) if each}
         transports = [
-            carrier if own is None else DeviceTransport(carrier, own, near - {index})
-            for index, (carrier, own) in enumerate(zip(in_process(len(names)), copies))
+            carrier if device_copies is None else DeviceTransport(carrier, device_copies, near - {index})
+            for index, (carrier, device_copies) in enumerate(zip(in_process(len(names)), copies))
         ]
         self.contexts = [
-            WorkerContext(index, self.names, MessageQueue(), transport, "cpu", 1, True, own)
-            for index, (transport, own) in enumerate(zip(transports, copies))
+            WorkerContext(index, self.names, MessageQueue(), transport, "cpu", 1, True, device_copies)
+            for index, (transport, device_copies) in enumerate(zip(transports, copies))
         ]
         self.workers = [worker(context) for context in self.contexts]
-        own = [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
-        self.messages = ControllerMessages(own=dict(enumerate(own)))
+        messages = [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
+        self.messages = ControllerMessages(own=dict(enumerate(messages)))
         self._threads = [
             threading.Thread(target=_run, args=(each,), name=f"pippy {name}", daemon=True)
             for name, each in zip(names, self.workers)

@@ -64,7 +64,7 @@ class ForkServer:
         self.controller, self.config = controller, config
         self.killed_for_memory = killed_for_memory()
         self.children: dict[int, tuple[int, int]] = {}  # the worker of each process, and which start of it
-        self.own: list[int] = []  # file descriptors that are no business of the workers
+        self.own_descriptors: list[int] = []  # file descriptors that are no business of the workers
         self.deaths, alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
@@ -81,16 +81,16 @@ class ForkServer:
     def watch(self) -> None:
         """Wait until the controller ends. Reap and report workers that die before, and replace those that it asks for."""
         waiting, controller = select.poll(), self.controller.fileno()
-        self.own += watch_controller(waiting, self.controller, self.config, select.POLLIN)
+        self.own_descriptors += watch_controller(waiting, self.controller, self.config, select.POLLIN)
         waiting.register(self.deaths, select.POLLIN)
         while True:
-            found = dict(waiting.poll())
-            if found.keys() - {self.deaths, controller} or found.get(controller, select.POLLIN) != select.POLLIN:
+            events = dict(waiting.poll())
+            if events.keys() - {self.deaths, controller} or events.get(controller, select.POLLIN) != select.POLLIN:
                 return
-            if self.deaths in found:
+            if self.deaths in events:
                 os.read(self.deaths, 4096)
                 self._reap()
-            if controller in found:
+            if controller in events:
                 packet, descriptors, *_ = socket.recv_fds(self.controller, 1 << 16, 2)
                 self._replace(pickle.loads(packet), descriptors)
 
@@ -105,8 +105,8 @@ class ForkServer:
 
     def _reap(self) -> None:
         for pid, (index, start) in list(self.children.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 del self.children[pid]
                 before, self.killed_for_memory = self.killed_for_memory, killed_for_memory()
                 status = os.waitstatus_to_exitcode(status)
@@ -115,7 +115,7 @@ class ForkServer:
     def _fork(self, index: int, config: LaunchConfig) -> None:
         pid = os.fork()
         if pid == 0:
-            _close(self.own)
+            _close(self.own_descriptors)
             start_worker(index, self.worker, config, self.controller)
         self.children[pid] = index, config.start
 

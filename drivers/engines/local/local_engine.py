@@ -56,16 +56,16 @@ class LocalEngine:
             undo.callback(self.connections.close)
             for end in chain(*their_ends):
                 handed_over.enter_context(end)
-            self.socket, theirs = socketpair()
+            self.socket, server_end = socketpair()
             undo.callback(self.socket.close)
-            handed_over.enter_context(theirs)
+            handed_over.enter_context(server_end)
             self.config = config = replace(config, sockets=tuple((a.fileno(), b.fileno()) for a, b in their_ends))
             self.fork_server = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
+                [sys.executable, "-P", "-c", BOOT, str(server_end.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
                 cwd=_directory(),
                 start_new_session=True,
-                pass_fds=[theirs.fileno(), *chain(*config.sockets)],
+                pass_fds=[server_end.fileno(), *chain(*config.sockets)],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
             undo.pop_all()
@@ -192,13 +192,13 @@ class LocalEngine:
 
     def _await(self, deadline: float, timeout: float, *others: int) -> None:
         """Take in one report, or return when one of the other file descriptors is readable."""
-        found = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
-        if not found:
+        readable = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not readable:
             raise ClusterError(
                 f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
                 f"give cluster() a larger start_timeout, or fewer workers"
             )
-        if self.socket.fileno() in found:
+        if self.socket.fileno() in readable:
             self._take(self._packet())
 
     def _take(self, packet: bytes) -> None:

@@ -79,5 +79,5 @@ class FarPeers:
             raise ConnectionError(str(error)) from error
         if isinstance(answer, DeliveryFailure):
             raise ConnectionError(f"it could not open a port:\n{answer.text}")
-        found: Invitation | None = answer
-        return found
+        invitation: Invitation | None = answer
+        return invitation

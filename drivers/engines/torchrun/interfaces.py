@@ -91,21 +91,21 @@ def link_to(host: str, port: int) -> NetworkInterface:
         for family, kind, protocol, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(there)
-                own = probe.getsockname()[0]
-                if ip_address(own).is_loopback:
+                own_address = probe.getsockname()[0]
+                if ip_address(own_address).is_loopback:
                     return link_named(LOOPBACK)
                 return NetworkInterface(
-                    next((interface for interface, address in addresses() if address == own), None), own
+                    next((interface for interface, address in addresses() if address == own_address), None), own_address
                 )
     return NetworkInterface()
 
 
 def _of_version_4() -> list[tuple[str, str]]:
-    found = array("B", bytes(_REQUEST * _REQUESTS))
-    place, _ = found.buffer_info()
+    buffer = array("B", bytes(_REQUEST * _REQUESTS))
+    place, _ = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        size, _ = struct.unpack("iP", ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iP", len(found), place)))
-    requests = (found[start : start + _REQUEST].tobytes() for start in range(0, size, _REQUEST))
+        size, _ = struct.unpack("iP", ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iP", len(buffer), place)))
+    requests = (buffer[start : start + _REQUEST].tobytes() for start in range(0, size, _REQUEST))
     return [(_name(each[:16]), socket.inet_ntoa(each[20:24])) for each in requests]
 
 
@@ -117,7 +117,7 @@ def _of_version_6() -> list[tuple[str, str]]:
     lines = []
     with suppress(OSError):  # this system has no IPv6
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    found = [
+    named = [
         (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))) for digits, *_, name in map(str.split, lines)
     ]
-    return [(name, address) for name, address in found if not ip_address(address).is_link_local]
+    return [(name, address) for name, address in named if not ip_address(address).is_link_local]

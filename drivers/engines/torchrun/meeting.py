@@ -73,24 +73,26 @@ def meet(
     The worker of this rank computes on ``device``.
     """
     try:
-        given = next(rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout)))[0]
-        _kept.append(given)
-        meeting_number = _number_of_meeting(given, rank_info)
-        store = PrefixStore(f"pippy {meeting_number}", given)
+        root_store = next(
+            rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout))
+        )[0]
+        _kept.append(root_store)
+        meeting_number = _number_of_meeting(root_store, rank_info)
+        store = PrefixStore(f"pippy {meeting_number}", root_store)
     except (RuntimeError, OSError) as error:
         raise ClusterError(_no_store(rank_info, error)) from error
     board = RankBoard(store, rank_info.rank, timeout)
     write_files(board)
-    given_here = {"names": names, "transport": transport, "controller_hosts": rank_info.controller_hosts}
-    board.write("terms of", [trouble, link.address if link.leaves else "", terms_of_rank(given_here)])
+    own_terms = {"names": names, "transport": transport, "controller_hosts": rank_info.controller_hosts}
+    board.write("terms of", [trouble, link.address if link.leaves else "", terms_of_rank(own_terms)])
     board.write("host of", [socket.gethostname(), os.getpid(), this_host(), device])
-    found = board.read("host of", range(rank_info.world_size))
-    link = _agree(board, [each[0] for each in found], [each[2] for each in found], link)
+    of_ranks = board.read("host of", range(rank_info.world_size))
+    link = _agree(board, [each[0] for each in of_ranks], [each[2] for each in of_ranks], link)
     if transport == "rpc":
         neighbours = without_neighbours(rank_info.world_size)
     else:
-        neighbours = meet_neighbours(board, [host for _, _, host, _ in found])
-    at = [found[rank_info.rank_of(worker)] for worker in range(len(names))]
+        neighbours = meet_neighbours(board, [host for _, _, host, _ in of_ranks])
+    at = [of_ranks[rank_info.rank_of(worker)] for worker in range(len(names))]
     routes = Routes(
         tuple(names),
         tuple(host for host, *_ in at),
@@ -116,10 +118,10 @@ def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: N
 
     A host whose name leads to its own loopback interface takes the one that leads to another host's address.
     """
-    found = board.read("terms of", range(len(hosts)))
+    terms = board.read("terms of", range(len(hosts)))
     try:
-        _check(board, found, hosts)
-        others = [address for host, (_, address, _) in zip(where, found) if address and host != where[board.rank]]
+        _check(board, terms, hosts)
+        others = [address for host, (_, address, _) in zip(where, terms) if address and host != where[board.rank]]
         if not link.leaves and others and not interface_from_environment():
             link = link_to(others[0], 1)
         check_reach(board, where, hosts, link.address)
@@ -140,8 +142,8 @@ def _check(board: RankBoard, found: Sequence[Any], hosts: Sequence[str]) -> None
 def _no_store(rank_info: RankInfo, error: Exception) -> str:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
-        found = ", ".join(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(address, None)))
-        means = "" if found == address else f", which is {found} here"
+        addresses = ", ".join(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(address, None)))
+        means = "" if addresses == address else f", which is {addresses} here"
     except OSError as unknown:
         means = f", and this host does not know that name: {unknown}"
     return (

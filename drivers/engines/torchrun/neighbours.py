@@ -72,20 +72,20 @@ def without_neighbours(ranks: int) -> Neighbours:
 
 def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
     """Meet the ranks of this host. All ranks call this, with what `this_host` gave in each of them."""
-    together = [[rank for rank, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)]
+    together = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
     first, *others = next(group for group in together if board.rank in group)
-    found = Neighbours(())
+    neighbours = Neighbours(())
     if board.rank != first:
-        found.own = _come_in(board, first)
+        neighbours.own = _come_in(board, first)
     elif others:
-        found.ends = _welcome(board, others)
+        neighbours.ends = _welcome(board, others)
     refused = board.read("refused by", [group[0] for group in together if len(group) > 1])
-    found.reasons = {int(rank): why for each in refused for rank, why in each.items()}
-    found.groups = _without(together, found.reasons)
-    if found.own is not None and board.rank in found.reasons:
-        close_all(found.own)
-        found.own = None
-    return found
+    neighbours.reasons = {int(rank): why for each in refused for rank, why in each.items()}
+    neighbours.groups = _without(together, neighbours.reasons)
+    if neighbours.own is not None and board.rank in neighbours.reasons:
+        close_all(neighbours.own)
+        neighbours.own = None
+    return neighbours
 
 
 def two_pairs() -> tuple[SocketPair, SocketPair]:
@@ -181,11 +181,11 @@ def _hand_over(end: socket.socket) -> tuple[SocketPair | None, str]:
         used.callback(os.close, descriptor)
         content = os.urandom(_CONTENT)
         memory.bytes[:_CONTENT] = content
-        own, theirs = two_pairs()
-        undo.callback(close_all, own)
-        used.callback(close_all, theirs)
-        socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in theirs)])
+        own_ends, their_ends = two_pairs()
+        undo.callback(close_all, own_ends)
+        used.callback(close_all, their_ends)
+        socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in their_ends)])
         if (answer := end.recv(4096)) != _TAKEN:
             return None, answer.decode()
         undo.pop_all()
-    return own, ""
+    return own_ends, ""

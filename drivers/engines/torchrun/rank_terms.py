@@ -34,22 +34,26 @@ def script_files() -> dict[str, str]:
     folder = f"{Path(script).resolve().parent}{os.sep}"
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
     mine = [Path(path) for path in loaded if path.startswith(folder) and "site-packages" not in path]
-    found = digests_of_files([Path(script).resolve(), *mine])
-    return {str(path.relative_to(folder)): text for path, text in found.items()}
+    digests = digests_of_files([Path(script).resolve(), *mine])
+    return {str(path.relative_to(folder)): text for path, text in digests.items()}
 
 
-def check_terms(board: RankBoard, found: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
+def check_terms(board: RankBoard, terms: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
     """Raise, on all ranks, if what one has found is not what rank 0 has. ``hosts`` are the names of their hosts."""
-    wrong = [each for name in found[0] if (each := _difference(name, [its.get(name, "none") for its in found], hosts))]
-    differ_in = [name for name in versions() if any(its.get(name) != found[0][name] for its in found)]
+    wrong = [
+        each
+        for name in terms[0]
+        if (each := _difference(name, [rank_terms.get(name, "none") for rank_terms in terms], hosts))
+    ]
+    differ_in = [name for name in versions() if any(rank_terms.get(name) != terms[0][name] for rank_terms in terms)]
     if wrong:
         raise ClusterError(
             "these ranks cannot work together:\n  "
             + "\n  ".join(wrong)
             + ("\ninstall the same versions on each host" if differ_in else "\ngive cluster() the same on each host")
         )
-    files = board.read("digest of files", range(len(found)))
-    if differ := [rank for rank, its in enumerate(files) if its != files[0]]:
+    files = board.read("digest of files", range(len(terms)))
+    if differ := [rank for rank, digest in enumerate(files) if digest != files[0]]:
         _check_files(board, [0, *dict(zip((files[rank] for rank in differ), differ)).values()], hosts)
 
 
@@ -62,8 +66,8 @@ def write_files(board: RankBoard) -> None:
 
 def _check_files(board: RankBoard, ranks: Sequence[int], hosts: Sequence[str]) -> None:
     first, *others = board.read(_FILES, ranks)
-    for rank, its in zip(ranks[1:], others):
-        if names := [name for name in first if name in its and first[name] != its[name]]:
+    for rank, digests in zip(ranks[1:], others):
+        if names := [name for name in first if name in digests and first[name] != digests[name]]:
             raise ClusterError(
                 f"{', '.join(sorted(names))} on {hosts[rank]} (rank {rank}) differs from that on {hosts[0]} (rank "
                 "0), so stages would run different code; copy the script and its modules to each host"
@@ -75,7 +79,7 @@ def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
         return ""
     parts = []
     for value in dict.fromkeys(values):
-        ranks = [rank for rank, its in enumerate(values) if its == value]
+        ranks = [rank for rank, rank_value in enumerate(values) if rank_value == value]
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
         parts.append(f"{value} on {where} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})")
     return f"{name}: {'; '.join(parts)}"

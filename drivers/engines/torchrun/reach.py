@@ -28,19 +28,19 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
         return
     if board.rank in firsts:
         with ExitStack() as opened:
-            own = f"{hosts[board.rank]} ({address})"
+            this_host = f"{hosts[board.rank]} ({address})"
             line, wrong, guests = "", [], [rank for rank in firsts if rank != board.rank]
             try:
                 if address is not None:
                     door = opened.enter_context(closing(Door(address, guests, _only_tried, board.timeout)))
                     line = door.invitation.line()
             except OSError as error:
-                wrong.append(f"{own} cannot listen there: {error.strerror}")
+                wrong.append(f"{this_host} cannot listen there: {error.strerror}")
             board.write("door for hosts", line)
-            found = zip(guests, board.read("door for hosts", guests))
-            others = {rank: Invitation.of_line(line) for rank, line in found if line}
+            doors = zip(guests, board.read("door for hosts", guests))
+            others = {rank: Invitation.of_line(line) for rank, line in doors if line}
             for rank, why in out_of_reach(board.rank, others, min(board.timeout, WITHIN)).items():
-                wrong.append(f"{own} gets no connection with {hosts[rank]} ({others[rank].address}): {why}")
+                wrong.append(f"{this_host} gets no connection with {hosts[rank]} ({others[rank].address}): {why}")
             board.write("out of reach", wrong)
             board.read("out of reach", firsts)  # until then the others may come
     if lines := [line for each in board.read("out of reach", firsts) for line in each]:
@@ -74,8 +74,8 @@ def out_of_reach(guest: int, invitations: Mapping[int, Invitation], seconds: flo
         return None
 
     with ThreadPoolExecutor(max(1, len(invitations))) as threads:
-        found = dict(zip(invitations, threads.map(why_not, invitations.values())))
-    return {rank: why for rank, why in found.items() if why is not None}
+        reasons = dict(zip(invitations, threads.map(why_not, invitations.values())))
+    return {rank: why for rank, why in reasons.items() if why is not None}
 
 
 def _only_tried(_: int, end: socket.socket) -> None:

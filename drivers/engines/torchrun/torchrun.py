@@ -83,10 +83,10 @@ def cluster(
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
         options |= {"pin": pin, "transport": transport, "patience": patience}
-        given = {name: value for name, value in options.items() if value is not None}
+        local_options = {name: value for name, value in options.items() if value is not None}
         if (lazy := current_lazy_cluster()) is not None:
-            return lazy.requested(n, given, timeout=timeout, start_timeout=start_timeout)
-        return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
+            return lazy.requested(n, local_options, timeout=timeout, start_timeout=start_timeout)
+        return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **local_options)
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
     _check_not_given("pin", pin)
@@ -110,14 +110,14 @@ def cluster(
 def _number(n: int | None) -> int:
     if n is not None:
         return n
-    given = os.environ.get("PIPPY_WORKERS", "")
-    if not given.isdecimal():
+    workers = os.environ.get("PIPPY_WORKERS", "")
+    if not workers.isdecimal():
         raise ClusterError(
-            f"cluster() does not know how many workers to start{f': PIPPY_WORKERS is {given!r}' if given else ''}; start the "
-            f"script with pippy run -n 2 or torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write "
+            f"cluster() does not know how many workers to start{f': PIPPY_WORKERS is {workers!r}' if workers else ''}; start "
+            f"the script with pippy run -n 2 or torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write "
             f"cluster(2)"
         )
-    return int(given)
+    return int(workers)
 
 
 def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ class TorchrunEngine:
         names = [rank_info.rpc_name(index) for index in range(rank_info.workers)]
         self.others = [name for name in names if name != CONTROLLER]
         first = {index: group[0] for group in met.routes.groups for index in group}
-        own = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
-        self.messages = ControllerMessages(names, met.near, met.connections, first, connects_hosts, own)
+        own_messages = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
+        self.messages = ControllerMessages(names, met.near, met.connections, first, connects_hosts, own_messages)
 
     fixed = (
         "torchrun started the workers, and it starts all of them again, each with the script: torchrun --max-restarts 3; there "
