@@ -80,16 +80,16 @@ class Balancer:
         self.policy = without_numbers(self.asked) if is_meta else self.asked
         spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
         figures = figures_of(traced, spec, self.param_scale)
-        found = self._profile(traced) if self.request.has_example else None
-        if found is not None:
-            figures.crossing = crossing(traced, found.sizes, spec)
-            figures.constraints = [*constraints(traced, spec, found.changed), *_untravelling(figures, found)]
-        kept = None if found is None else kept_by_operations(traced, found, with_loss, spec)
-        weighing = Weighing(traced, figures, found, self.policy, self.in_flight, kept)
+        profile = self._profile(traced) if self.request.has_example else None
+        if profile is not None:
+            figures.crossing = crossing(traced, profile.sizes, spec)
+            figures.constraints = [*constraints(traced, spec, profile.changed), *_untravelling(figures, profile)]
+        kept_bytes = None if profile is None else kept_by_operations(traced, profile, with_loss, spec)
+        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight, kept_bytes)
         counted = CountedStages(traced, self.request, self.in_flight)
 
         def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
-            peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if found is not None else None
+            peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if profile is not None else None
             held = weighing.parameter_bytes(cuts)
             return None if peaks is None else tuple(map(sum, zip(peaks, held)))
 
@@ -117,7 +117,7 @@ class Balancer:
             for number, run in enumerate(runs(cuts, weighing.count))
         )
         optimal = self.policy.kind not in ("names", "counts")
-        note, within = self._memory_note(weighing.found, uncounted), max(SLACK, weighing.uncertain)
+        note, within = self._memory_note(weighing.profile, uncounted), max(SLACK, weighing.uncertain)
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
@@ -138,9 +138,9 @@ class Balancer:
             clock=self.clock,
         )
 
-    def _memory_note(self, found: Profile | None, uncounted: str) -> str:
+    def _memory_note(self, profile: Profile | None, uncounted: str) -> str:
         parameters = f"memory: {self.param_scale:g} × the bytes of parameters that are trained"
-        if found is None:
+        if profile is None:
             return f"{parameters}; activations are not known without example_args"
         flight = (
             "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
@@ -178,21 +178,21 @@ def _check_memory(scale: object, in_flight: object) -> None:
 
 
 def _check_unmarked(traced: Traced) -> None:
-    found = marks(traced)
-    if found:
-        shown = "\n".join(source.excerpt_of(node) for node in found[:5])
+    nodes = marks(traced)
+    if nodes:
+        shown = "\n".join(source.excerpt_of(node) for node in nodes[:5])
         raise BalanceError(
-            f"the model is to be balanced, but has {count_with_noun(len(found), 'mark')} that cut it already:\n{shown}\n"
+            f"the model is to be balanced, but has {count_with_noun(len(nodes), 'mark')} that cut it already:\n{shown}\n"
             "What to do: leave out split and num_stages to cut at the marks; or take the marks away (pipe_split() out of the "
             "code, annotations with clear_split_points(model))"
         )
 
 
-def _untravelling(figures: Figures, found: Profile) -> list[Constraint]:
+def _untravelling(figures: Figures, profile: Profile) -> list[Constraint]:
     """Constraints for values that cannot be sent: the operation that makes one and all that use it are in one stage."""
     number = {node: index for index, node in enumerate(figures.nodes)}
-    kept = []
-    for node in found.untravelling:
+    together = []
+    for node in profile.untravelling:
         last = max((number[user] for user in node.users if user in number), default=number[node])
-        kept.append(Constraint(number[node], last, f"{node.name} cannot travel to another stage"))
-    return [each for each in kept if each.first < each.last]
+        together.append(Constraint(number[node], last, f"{node.name} cannot travel to another stage"))
+    return [each for each in together if each.first < each.last]

@@ -16,7 +16,7 @@ from pippy.ir.run.checkpointed_parts import is_begin
 INPUT = -1  # what makes the inputs of the model
 
 
-def kept_by_operations(traced: Traced, found: Profile, with_loss: bool, spec: MultiUseParamSpec = None) -> KeptBytes:
+def kept_by_operations(traced: Traced, profile: Profile, with_loss: bool, spec: MultiUseParamSpec = None) -> KeptBytes:
     """The bytes that runs of operations keep of the micro-batch that was profiled.
 
     >>> import torch
@@ -29,12 +29,12 @@ def kept_by_operations(traced: Traced, found: Profile, with_loss: bool, spec: Mu
     >>> kept.of(0, 1), kept.of(1, 2), kept.of(0, 2)  # inputs and outputs; not what is between the two
     (192, 128, 192)
     """
-    return _Reading(traced, found, with_loss, spec).read()
+    return _Reading(traced, profile, with_loss, spec).read()
 
 
 class _Reading:
-    def __init__(self, traced: Traced, found: Profile, with_loss: bool, spec: MultiUseParamSpec) -> None:
-        self.traced, self.found, self.spec = traced, found, spec
+    def __init__(self, traced: Traced, profile: Profile, with_loss: bool, spec: MultiUseParamSpec) -> None:
+        self.traced, self.profile, self.spec = traced, profile, spec
         self.nodes = operations(traced)
         self.number = {node: index for index, node in enumerate(self.nodes)}
         returned = [self.number[each] for each in _output(traced.graph).all_input_nodes if each in self.number]
@@ -43,64 +43,66 @@ class _Reading:
         self.after = (self.last, len(self.nodes)) if with_loss else (len(self.nodes),)
 
     def read(self) -> KeptBytes:
-        made, sizes, saved = dict[int, int](), dict[int, int](), dict[int, list[int]]()
+        makers, sizes, saved = dict[int, int](), dict[int, int](), dict[int, list[int]]()
         for number, storages in self._seen():
             for key, size in storages.items():
-                made.setdefault(key, number)
+                makers.setdefault(key, number)
                 sizes[key] = size
         for number, storages in self._saved():
             for key in storages:
                 saved.setdefault(key, []).append(number)
         values: dict[int | None, list[UnitValue]] = {}
-        for node, storages in self.found.storages.items():
+        for node, storages in self.profile.storages.items():
             for place, value in self._values(node, storages):
                 values.setdefault(place, []).append(value)
         values |= {
-            key: [UnitValue(INPUT, (self.last,), size)] for key, size in self.found.target.items() if key not in values
+            key: [UnitValue(INPUT, (self.last,), size)]
+            for key, size in self.profile.target.items()
+            if key not in values
         }
-        kept = [
-            Storage(made[key], size, tuple(sorted(set(saved.get(key, ())))), tuple(values.get(key, ())))
+        pieces = [
+            Storage(makers[key], size, tuple(sorted(set(saved.get(key, ())))), tuple(values.get(key, ())))
             for key, size in sizes.items()
         ]
-        kept += [Storage(INPUT, 0, (), (each,)) for each in (*values.get(None, ()), *self._parameters())]
-        return KeptBytes(len(self.nodes), tuple(kept))
+        pieces += [Storage(INPUT, 0, (), (each,)) for each in (*values.get(None, ()), *self._parameters())]
+        return KeptBytes(len(self.nodes), tuple(pieces))
 
     def _seen(self) -> Iterator[tuple[int, Mapping[int, int]]]:
         """The operation that makes each storage: the first whose value is in it."""
-        yield INPUT, self.found.target
+        yield INPUT, self.profile.target
         for node in self.traced.graph.nodes:
-            if node in self.found.storages:
-                yield self.number.get(node, INPUT), self.found.storages[node]
+            if node in self.profile.storages:
+                yield self.number.get(node, INPUT), self.profile.storages[node]
             if node in self.number:
-                yield self.number[node], self.found.costs[self.number[node]].saved
-        yield self.last, self.found.loss.saved
+                yield self.number[node], self.profile.costs[self.number[node]].saved
+        yield self.last, self.profile.loss.saved
 
     def _saved(self) -> Iterator[tuple[int, Mapping[int, int]]]:
         """The saved storages that a backward reads. Those that lead to no output are dropped at the end of the forward."""
         reached = set[fx.Node]()
         for node in reversed(self.nodes):
-            if node in self.found.with_gradient and any(
+            if node in self.profile.with_gradient and any(
                 user in reached or user.op == "output" or is_begin(user) for user in node.users
             ):
                 reached.add(node)
-                yield self.number[node], self.found.costs[self.number[node]].saved
+                yield self.number[node], self.profile.costs[self.number[node]].saved
             elif is_begin(node):
-                yield self.number[node], self.found.costs[self.number[node]].saved
-        yield self.last, self.found.loss.saved
+                yield self.number[node], self.profile.costs[self.number[node]].saved
+        yield self.last, self.profile.loss.saved
 
     def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, UnitValue]]:
         """A value in each of its storages; None stands for a view of a parameter."""
-        made, users = self.number.get(node, INPUT), set[int]()
+        maker, users = self.number.get(node, INPUT), set[int]()
         for user in node.users:
             users.update(self.after if user.op == "output" else [self.number[user]] if user in self.number else [])
-        later = tuple(sorted(each for each in users if each > made))
-        left = self.found.sizes[node]
+        later = tuple(sorted(each for each in users if each > maker))
+        left = self.profile.sizes[node]
         for key, size in storages.items():
-            own = min(size, left) if len(storages) > 1 else left
-            yield key, UnitValue(made, later, own)
-            left -= own
+            part = min(size, left) if len(storages) > 1 else left
+            yield key, UnitValue(maker, later, part)
+            left -= part
         if left:
-            yield None, UnitValue(made, later, left)
+            yield None, UnitValue(maker, later, left)
 
     def _parameters(self) -> Iterator[UnitValue]:
         """Parameters that travel to the other stages that use them."""

@@ -99,9 +99,9 @@ class RunWeight:
             before = [0, *accumulate(self.weights)]
             return [bisect_left(before, weight - ceiling, 0, end) for end, weight in enumerate(before)]
         weight, start, counts = 0, 0, dict[Hashable, int]()
-        found = [0]
-        for unit, own in enumerate(self.weights):
-            weight += own
+        starts = [0]
+        for unit, unit_weight in enumerate(self.weights):
+            weight += unit_weight
             for thing, amount in self.held[unit].items():
                 counts[thing] = counts.get(thing, 0) + 1
                 weight += amount if counts[thing] == 1 else 0
@@ -111,8 +111,8 @@ class RunWeight:
                     counts[thing] -= 1
                     weight -= 0 if counts[thing] else amount
                 start += 1
-            found.append(start)
-        return found
+            starts.append(start)
+        return starts
 
     def last_starts(self, floor: int) -> list[int]:
         """For each end, the last start from which the run weighs ``floor`` or more; -1 where there is none."""
@@ -354,8 +354,8 @@ class _Starts:
         if self.tables:
             there = _from_first_to_last(starts)
             first_end, allowed = self._allowed(there)
-            found: list[bool] = (allowed & np.array(starts[there], dtype=bool)[:, None]).any(0).tolist()
-            return [*[False] * first_end, *found]
+            ends: list[bool] = (allowed & np.array(starts[there], dtype=bool)[:, None]).any(0).tolist()
+            return [*[False] * first_end, *ends]
         before = [0, *accumulate(starts)]
         return [first <= last and before[last + 1] > before[first] for first, last in self.windows]
 

@@ -143,20 +143,20 @@ def _by_hand(split: list[Any], num_stages: int | None) -> Policy:
 
 def matching_layers(traced: Traced, pattern: re.Pattern[str]) -> list[Constraint]:
     """The operations of each call of a module whose class name matches; of modules inside each other, the outermost."""
-    found: list[Constraint] = []
+    layers: list[Constraint] = []
     inside: set[int] = set()
     kinds: dict[str, None] = {}
     for (_, path), (kind, numbers) in scopes(traced).items():
         kinds[kind.__name__] = None
         if pattern.search(kind.__name__) and not inside & set(numbers):
             inside.update(numbers)
-            found.append(Constraint(numbers[0], numbers[-1], f"{path} ({kind.__name__}) is one layer"))
-    if not found:
+            layers.append(Constraint(numbers[0], numbers[-1], f"{path} ({kind.__name__}) is one layer"))
+    if not layers:
         raise BalanceError(
             f"split='type:{pattern.pattern}' matches the class of no module that the model calls; it calls "
             f"{', '.join(kinds) or 'none'}"
         )
-    return found
+    return layers
 
 
 def named_cuts(traced: Traced, names: Sequence[str]) -> list[int]:

@@ -102,7 +102,7 @@ class _Run:
         self.traced, self.state, self.stopwatch = traced, state, stopwatch
         self.values: dict[fx.Node, Any] = {}
         self.flags: dict[fx.Node, list[bool]] = {}
-        self.found = Profile()
+        self.profile = Profile()
         mutations, self.roots = find_mutations(traced.graph, traced.attributes)
         self.targets: dict[fx.Node, set[fx.Node]] = {}  # what each operation changes in place
         for mutation in mutations:
@@ -135,10 +135,10 @@ class _Run:
                     self.values.pop(each, None)
         finally:
             progress.end()
-        self.found.changed = self.state.changed
-        self.found.with_gradient = {node for node, flags in self.flags.items() if any(flags)}
+        self.profile.changed = self.state.changed
+        self.profile.with_gradient = {node for node, flags in self.flags.items() if any(flags)}
         self._read_times()
-        return self.found
+        return self.profile
 
     def _read_times(self) -> None:
         """Write the times into the costs, now that all runs are made."""
@@ -147,12 +147,12 @@ class _Run:
             each.cost.backward += each.runs_again * each.cost.forward if each.cost.backward else 0
         total = sum(each.cost.forward + each.cost.backward for each in self.timed)
         uncertain = sum(each.timing.uncertain for each in self.timed)
-        self.found.uncertain = uncertain / total if total else 0.0
+        self.profile.uncertain = uncertain / total if total else 0.0
 
     def _operation(self, node: fx.Node) -> None:
         module = self.traced.attributes[str(node.target)] if node.op == "call_module" else None
-        given = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
-        needs = [each for each in given if isinstance(each, torch.Tensor)]
+        constants = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
+        needs = [each for each in constants if isinstance(each, torch.Tensor)]
         needs += [tensor for _, tensor in named_state(module)] if module is not None else []
         roots = {root for target in self.targets.get(node, ()) for root in self.roots[target]}
         held = [self.traced.attributes[str(root.target)] for root in roots if root.op == "get_attr"]
@@ -173,21 +173,21 @@ class _Run:
             self._put(node, value)
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
-        self.found.costs.append(cost)
+        self.profile.costs.append(cost)
         self._weigh(node)
         try:
             as_leaf(value)
         except StageError:
-            self.found.untravelling.append(node)
+            self.profile.untravelling.append(node)
 
     def _enter_or_leave(self, node: fx.Node) -> None:
         """Begin or end a checkpointed part. Autograd saves its inputs, and runs its operations again for each part around."""
         part = self.parts.get(node)
-        cost = self.found.costs[-1]
+        cost = self.profile.costs[-1]
         if part is not None:
-            given = [self.values[each] for each in (*part.inputs, *part.captured())]
+            inputs = [self.values[each] for each in (*part.inputs, *part.captured())]
             if not self.around and torch.is_grad_enabled():
-                cost.saved = self.storages.of(given)
+                cost.saved = self.storages.of(inputs)
             self.around += 1
             return
         if self.around:
@@ -203,8 +203,8 @@ class _Run:
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
     def _weigh(self, node: fx.Node) -> None:
-        self.found.sizes[node] = nbytes(self.values[node])
-        self.found.storages[node] = self.storages.of(self.values[node])
+        self.profile.sizes[node] = nbytes(self.values[node])
+        self.profile.storages[node] = self.storages.of(self.values[node])
 
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """Change the values themselves, as copies of them were changed, so that values that share their memory change too."""
@@ -223,8 +223,8 @@ class _Run:
         needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []
         with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
-            self.found.loss = trial.measure()[1]
-        self.found.target = self.storages.of(target)
+            self.profile.loss = trial.measure()[1]
+        self.profile.target = self.storages.of(target)
 
 
 @dataclass
@@ -276,10 +276,10 @@ class _Trial:
             flags = iter(self.run.flags[node])
 
             def leaf(tensor: torch.Tensor) -> torch.Tensor:
-                own = tensor.detach()
-                if next(flags) and (own.is_floating_point() or own.is_complex()):
-                    leaves.append(own.requires_grad_())
-                return self._copy(own) if changes else own
+                detached = tensor.detach()
+                if next(flags) and (detached.is_floating_point() or detached.is_complex()):
+                    leaves.append(detached.requires_grad_())
+                return self._copy(detached) if changes else detached
 
             return map_tensors(leaf, value)
 

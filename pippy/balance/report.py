@@ -120,8 +120,8 @@ class Balance:
     def __str__(self) -> str:
         columns = list(zip(self._heads(), *(self._cells(stage) for stage in self.stages)))
         # One measure is no column twice, and a column that knows nothing is none.
-        kept = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
-        rows = [[columns[i][row] for i in kept] for row in range(len(self.stages) + 1)]
+        shown = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
+        rows = [[columns[i][row] for i in shown] for row in range(len(self.stages) + 1)]
         table = text_table(rows[0], rows[1:], words=range(_NAMES))
         return "\n".join([table, self.summary(), self.memory_note])
 

@@ -57,8 +57,8 @@ class Stopwatch:
         self.timings: dict[Hashable, Timing] = {}
         self.begin = clock()
         self.own = (0, 0)
-        own = self.time(self._nearly_nothing)
-        self.own = own.forward, own.backward
+        timing = self.time(self._nearly_nothing)
+        self.own = timing.forward, timing.backward
 
     def now(self) -> int:
         """The time in nanoseconds, when everything that was started is done."""

@@ -21,21 +21,21 @@ class Storages:
     (True, [32])
     """
 
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self.own = {part.untyped_storage()._cdata for tensor in own for part in plain_parts(tensor)}
+    def __init__(self, model_tensors: Iterable[torch.Tensor]) -> None:
+        self.of_model = {part.untyped_storage()._cdata for tensor in model_tensors for part in plain_parts(tensor)}
         self.seen: dict[int, StorageWeakRef] = {}
         self.stands_for: dict[int, tuple[int, int]] = {}  # of copies: the storage that was copied, and its bytes
 
     def of(self, values: Any) -> dict[int, int]:
         """The storages of the tensors in ``values``, and their bytes."""
-        found = {}
+        sizes = {}
         for storage in [part.untyped_storage() for tensor in tensors(values) for part in plain_parts(tensor)]:
             key = storage._cdata
-            if key not in self.own:
+            if key not in self.of_model:
                 self.seen.setdefault(key, StorageWeakRef(storage))  # while this lives, no other storage has the key
                 name, size = self.stands_for.get(key, (key, storage.nbytes()))
-                found[name] = size
-        return found
+                sizes[name] = size
+        return sizes
 
     def copied(self, copy: torch.Tensor, original: torch.Tensor) -> None:
         """Give the storage of a copy the key of the original."""
@@ -45,11 +45,11 @@ class Storages:
     @contextmanager
     def saved(self) -> Iterator[dict[int, int]]:
         """Inside, what autograd saves is added to the dict that this gives."""
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
-            found.update(self.of(tensor))
+            sizes.update(self.of(tensor))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            yield found
+            yield sizes

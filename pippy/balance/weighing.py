@@ -31,12 +31,12 @@ class Weighing:
         self,
         traced: Traced,
         figures: Figures,
-        found: Profile | None,
+        profile: Profile | None,
         policy: Policy,
         in_flight: int | None,
         kept: KeptBytes | None = None,
     ) -> None:
-        self.traced, self.figures, self.found, self.policy = traced, figures, found, policy
+        self.traced, self.figures, self.profile, self.policy = traced, figures, profile, policy
         self.count, self.stages = len(figures.nodes), policy.stages
         self.layers, self.constraints = figures.layers, list(figures.constraints)
         if policy.pattern is not None:
@@ -49,7 +49,7 @@ class Weighing:
         memory = {each: RunWeight(figures.bytes, figures.held, kept, each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
         self.costs = self._cost_loads()
-        timed = found if policy.measure == "time" else None
+        timed = profile if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
         self.edges = self._allowed_edges()
 
@@ -64,9 +64,9 @@ class Weighing:
         return [RunWeight(self._times() if measure == "time" else self.layers)] * self.stages
 
     def _times(self) -> list[int]:
-        assert self.found is not None
-        times = [cost.forward + cost.backward for cost in self.found.costs]
-        times[-1] += self.found.loss.forward + self.found.loss.backward  # the loss runs with the last stage
+        assert self.profile is not None
+        times = [cost.forward + cost.backward for cost in self.profile.costs]
+        times[-1] += self.profile.loss.forward + self.profile.loss.backward  # the loss runs with the last stage
         return times
 
     def _allowed_edges(self) -> list[int]:
@@ -222,7 +222,7 @@ class Weighing:
     def stage(self, number: int, run: tuple[int, int], peak: int | None = None) -> StageBalance:
         """The row of one stage in the report."""
         start, end = run
-        sends = self.figures.crossing[end] if self.found is not None and end < self.count else None
+        sends = self.figures.crossing[end] if self.profile is not None and end < self.count else None
         return StageBalance(
             stage_name(number),
             *self._ends(start, end),
@@ -236,10 +236,10 @@ class Weighing:
         )
 
     def _forward_time(self, start: int, end: int) -> int | None:
-        if self.found is None or self.policy.measure != "time":
+        if self.profile is None or self.policy.measure != "time":
             return None
-        loss = self.found.loss.forward if end == self.count else 0
-        return sum(cost.forward for cost in self.found.costs[start:end]) + loss
+        loss = self.profile.loss.forward if end == self.count else 0
+        return sum(cost.forward for cost in self.profile.costs[start:end]) + loss
 
 
 def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
@@ -250,14 +250,14 @@ def _merged(loads: Sequence[RunWeight], edges: Sequence[int]) -> dict[RunWeight,
     """The loads for the units between these edges."""
     merged = {load.kept: load.kept.merged(edges) for load in loads if load.kept is not None}
     apart = {kept: (each.always(), each.without_always()) for kept, each in merged.items()}
-    found = {}
+    merged_loads = {}
     for load in dict.fromkeys(loads):
         weights, kept = _summed(load.weights, edges), load.kept
         if kept is not None:
             always, kept = apart[kept]
             weights = [weight + each * load.times for weight, each in zip(weights, always)]
-        found[load] = replace(load, weights=weights, held=_held_together(load, edges), kept=kept)
-    return found
+        merged_loads[load] = replace(load, weights=weights, held=_held_together(load, edges), kept=kept)
+    return merged_loads
 
 
 def _held_together(load: RunWeight, edges: Sequence[int]) -> list[dict[Hashable, int]]:

@@ -28,10 +28,10 @@ def cuts_within(weighing: Weighing, limit: int, count: Count) -> tuple[list[int]
         if peaks is None or max(peaks) <= limit:
             return cuts, peaks
         besides = _seen(weighing, cuts, peaks, besides)
-    found = _lightest(weighing, count)
-    if found is None:
+    lightest = _lightest(weighing, count)
+    if lightest is None:
         raise weighing.refusal(limit)
-    cuts, peaks = found
+    cuts, peaks = lightest
     least = weighing.greatest(cuts, peaks)
     if least > limit:
         raise weighing.refusal(limit, least)
@@ -40,13 +40,13 @@ def cuts_within(weighing: Weighing, limit: int, count: Count) -> tuple[list[int]
 
 def _lightest(weighing: Weighing, count: Count) -> tuple[list[int], Peaks | None] | None:
     """The lightest cuts that are found, whatever the limit; None if there are no cuts."""
-    found: list[tuple[list[int], Peaks | None]] = []
+    tried: list[tuple[list[int], Peaks | None]] = []
     besides = [0] * weighing.stages
-    while (cuts := weighing.lightest(besides)) is not None and all(cuts != before for before, _ in found):
+    while (cuts := weighing.lightest(besides)) is not None and all(cuts != before for before, _ in tried):
         peaks = count(cuts)
-        found.append((cuts, peaks))
+        tried.append((cuts, peaks))
         besides = besides if peaks is None else _seen(weighing, cuts, peaks, besides)
-    return min(found, key=lambda each: weighing.greatest(*each), default=None)
+    return min(tried, key=lambda each: weighing.greatest(*each), default=None)
 
 
 def _seen(weighing: Weighing, cuts: Sequence[int], peaks: Peaks, before: Sequence[int]) -> list[int]:

@@ -80,9 +80,9 @@ def oldest_version(package: str) -> str | None:
     """The oldest version of a package that pippy accepts."""
     with suppress(PackageNotFoundError):
         for line in requires(DISTRIBUTION) or ():
-            found = re.match(rf"{package}\s*>=\s*([\d.]+)\s*$", line)
-            if found:
-                return found[1]
+            match = re.match(rf"{package}\s*>=\s*([\d.]+)\s*$", line)
+            if match:
+                return match[1]
     return None
 
 
@@ -115,23 +115,23 @@ def torch_itself() -> Outcome:
 
 def packages() -> Outcome:
     """The other packages that pippy imports, and whether functions can be sent to other processes."""
-    found = []
+    versions = []
     for name in ("cloudpickle", "networkx"):
         importlib.import_module(name)
-        found.append(f"{name} {version(name)}")
+        versions.append(f"{name} {version(name)}")
         wanted = oldest_version(name)
         if wanted and version_numbers(version(name))[: len(version_numbers(wanted))] < version_numbers(wanted):
             return Outcome(
-                found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
+                versions[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
             )
     from pippy.drivers.wire.pickling import pickle_by_value, unpickle
 
     three = 3
     if unpickle(pickle_by_value(lambda: three))() != 3:
         return Outcome(
-            f"{', '.join(found)}, and a function did not come back as it was", REMEDIES["packages"], fatal=True
+            f"{', '.join(versions)}, and a function did not come back as it was", REMEDIES["packages"], fatal=True
         )
-    return Outcome(f"{', '.join(found)}; functions travel by value")
+    return Outcome(f"{', '.join(versions)}; functions travel by value")
 
 
 def cores() -> Outcome:
@@ -279,7 +279,7 @@ def host_name() -> Outcome:
     """Whether this host's name can be looked up. It matters only with several hosts."""
     name = socket.gethostname()
     try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except OSError as error:
         return Outcome(
             f"{name!r} cannot be looked up: {error}",

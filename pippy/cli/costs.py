@@ -23,12 +23,12 @@ class CostOption(click.ParamType):
         if not isinstance(value, str):
             return value
         try:
-            found = [float(each) for each in value.split(",")]
+            costs = [float(each) for each in value.split(",")]
         except ValueError:
-            found = [nan]
-        if not all(isfinite(each) and each >= 0 for each in found):
+            costs = [nan]
+        if not all(isfinite(each) and each >= 0 for each in costs):
             self.fail(f"{value!r} is no cost; give a number of at least 0, or one for each stage: 1,2.5,1", param, ctx)
-        return found if "," in value else found[0]
+        return costs if "," in value else costs[0]
 
 
 OTHER_NAMES = {"gpipe": "fill_drain", "interleaved": "interleaved_1f1b"}  # as papers call them, without punctuation

@@ -40,15 +40,15 @@ def find(target: str) -> Any:
 
 
 def _inside(where: str, module: ModuleType, name: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            hint = hint_at(part, known if near_names(part, known, cutoff=0.6) else _own(found) or known)
+            known = [each for each in vars(value) if not each.startswith("_")] if hasattr(value, "__dict__") else []
+            hint = hint_at(part, known if near_names(part, known, cutoff=0.6) else _own(value) or known)
             raise click.ClickException(f"{where} has no {name!r}; {hint}") from None
-    return found
+    return value
 
 
 def _own(holder: Any) -> list[str]:
@@ -94,7 +94,7 @@ def _module_of_file(path: str) -> ModuleType:
     return module
 
 
-def call(what: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+def call(what: str, function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     """Call a function or class of the user with these arguments.
 
     >>> call("m.py:double", lambda x: 2 * x, {"x": 4})
@@ -103,16 +103,16 @@ def call(what: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
     Traceback (most recent call last):
     click.exceptions.ClickException: m.py:double needs x; give --arg x=VALUE
     """
-    _check_arguments(what, function, given)
+    _check_arguments(what, function, keywords)
     try:
-        return function(**given)
+        return function(**keywords)
     except (Exception, SystemExit) as error:
         raise user_code_error(
-            f"{what}({', '.join(f'{name}={value!r}' for name, value in given.items())})", error
+            f"{what}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})", error
         ) from error
 
 
-def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+def _check_arguments(what: str, function: Callable[..., Any], names: Iterable[str]) -> None:
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # of a C extension
@@ -121,11 +121,11 @@ def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[st
         name: each for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     }
     if len(named) == len(parameters) or not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
-        for name in given:
+        for name in names:
             if name not in named:
                 takes = hint_at(name, list(named)) if named else "it takes no arguments"
                 raise click.ClickException(f"{what} has no argument {name!r}; {takes}")
-    missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in names]
     if missing:
         remedy = " ".join(f"--arg {name}=VALUE" for name in missing)
         raise click.ClickException(f"{what} needs {', '.join(missing)}; give {remedy}")

@@ -155,10 +155,10 @@ def _training_pipe(
 ) -> "Pipe":
     from pippy.ir.pipe import compiled_of
 
-    given = dict(pair(each) for each in arguments)
+    model_arguments = dict(pair(each) for each in arguments)
 
     def cut(stages: int | None) -> "Pipe":
-        return given_pipe(target, given, split, stages, sequential, loss, shared, args, kwargs)
+        return given_pipe(target, model_arguments, split, stages, sequential, loss, shared, args, kwargs)
 
     by_hand = bool(num_stages or split or sequential)
     with warnings.catch_warnings():
@@ -167,10 +167,10 @@ def _training_pipe(
         pipe = cut(num_stages)
     if not by_hand and compiled_of(pipe).num_stages == 1 < workers:
         pipe = cut(workers)
-    found = compiled_of(pipe).num_stages
-    if found < workers:
+    stages_made = compiled_of(pipe).num_stages
+    if stages_made < workers:
         raise click.ClickException(
-            f"{target} has {found} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
+            f"{target} has {stages_made} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
         )
     if compiled_of(pipe).loss is None:
         raise click.ClickException(
@@ -187,8 +187,8 @@ def _plain(pipe: "Pipe", workers: int) -> "Program":
 
     stages = compiled_of(pipe).num_stages
     per_worker = [stages // workers + (worker < stages % workers) for worker in range(workers)]
-    made = make_schedule("1f1b", workers=workers, chunks=1, **auto_placement({}, per_worker))
-    return lower(pipe, made).program
+    schedule = make_schedule("1f1b", workers=workers, chunks=1, **auto_placement({}, per_worker))
+    return lower(pipe, schedule).program
 
 
 def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
@@ -200,7 +200,7 @@ def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
         for each in every
         if issubclass(each, torch.optim.Optimizer) and each.__name__ != "Optimizer"
     }
-    for title, found in known.items():
+    for title, optimizer_class in known.items():
         if title.lower() == name.lower():
-            return found
+            return optimizer_class
     raise click.BadParameter(f"torch.optim has no {name!r}; {hint_at(name, sorted(known))}", param_hint="--optimizer")

@@ -97,11 +97,11 @@ def _without_end(trace: TracebackType) -> TracebackType:
         links.append(following)
     while len(links) > 1 and Path(links[-1].tb_frame.f_code.co_filename).is_relative_to(LIBRARY):
         links.pop()
-    made: TracebackType | None = None
+    shortened: TracebackType | None = None
     for link in reversed(links):
-        made = TracebackType(made, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    assert made is not None
-    return made
+        shortened = TracebackType(shortened, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    assert shortened is not None
+    return shortened
 
 
 def _is_ours(trace: TracebackType) -> bool:

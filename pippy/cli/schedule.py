@@ -62,7 +62,7 @@ def schedule(
         check_can_be_written(output)
     priced = costs_of(**costs)
     options: dict[str, Any] = {"memory": memory} if memory is not None else {}
-    made = make_schedule(
+    made_program = make_schedule(
         name,
         workers=workers,
         chunks=chunks,
@@ -71,14 +71,14 @@ def schedule(
         checkpoint=checkpoint or "never",
         **options | ({"costs": priced} if name == "list" else {}),
     )
-    result = simulate_with(made, priced)
-    click.echo(head(made))
+    result = simulate_with(made_program, priced)
+    click.echo(head(made_program))
     click.echo(f"\n{grid(result.timeline, step)}\n")
-    click.echo(figures(made, priced, result))
+    click.echo(figures(made_program, priced, result))
     for path, text in (
         (svg, lambda: render_svg(result.timeline)),
         (trace, lambda: render_trace(result.timeline)),
-        (program, lambda: str(made)),
+        (program, lambda: str(made_program)),
     ):
         if path is not None:
             write(path, text())

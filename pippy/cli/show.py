@@ -65,13 +65,13 @@ def show(
       pippy show model.py:Net -o net.svg
       pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
-    given = dict(pair(each) for each in arguments)
+    model_arguments = dict(pair(each) for each in arguments)
     if output:
         check_can_be_written(output)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
     args, kwargs = made_inputs([parsed(each) for each in inputs])
     with plain_warnings():
-        pipe = given_pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
+        pipe = given_pipe(target, model_arguments, split, num_stages, sequential, loss, shared, args, kwargs)
         text = stages_memory(pipe, args, kwargs) if memory else _drawn(pipe, kind, args, kwargs)
     if output:
         write(output, text)
@@ -88,7 +88,7 @@ def pair(text: str) -> tuple[str, Any]:
 
 def given_pipe(
     target: str,
-    given: dict[str, Any],
+    model_arguments: dict[str, Any],
     split: tuple[str, ...],
     num_stages: int | None,
     sequential: bool,
@@ -104,7 +104,7 @@ def given_pipe(
     from pippy.ir.cut.params import MultiUseParameterConfig
     from pippy.ir.pipe import Pipe
 
-    model = _model(target, given)
+    model = _model(target, model_arguments)
     if isinstance(model, Pipe):
         options = {
             "--split": split, "--num-stages": num_stages, "--sequential": sequential, "--loss": loss, "--shared": shared
@@ -137,34 +137,34 @@ def given_pipe(
     )
 
 
-def _model(target: str, given: dict[str, Any]) -> Any:
+def _model(target: str, model_arguments: dict[str, Any]) -> Any:
     from torch import nn
 
-    found = find(target)
+    value = find(target)
     what = target
-    if not isinstance(found, nn.Module) and callable(found):
-        found = call(target, found, given)
+    if not isinstance(value, nn.Module) and callable(value):
+        value = call(target, value, model_arguments)
         what = f"what {target} gives"
-    elif given:
-        raise click.UsageError(f"{target} is a {type(found).__name__} and takes no --arg")
-    if not isinstance(found, nn.Module):
+    elif model_arguments:
+        raise click.UsageError(f"{target} is a {type(value).__name__} and takes no --arg")
+    if not isinstance(value, nn.Module):
         raise click.ClickException(
-            f"{what} is a {type(found).__name__}; name an nn.Module, a Pipe, or a class or function that makes one"
+            f"{what} is a {type(value).__name__}; name an nn.Module, a Pipe, or a class or function that makes one"
         )
-    return found
+    return value
 
 
 def _loss(target: str) -> Any:
     from torch import nn
 
-    found = find(target)
-    if inspect.isclass(found):
-        found = call(target, found, {})
-    if not isinstance(found, nn.Module) and not callable(found):
+    value = find(target)
+    if inspect.isclass(value):
+        value = call(target, value, {})
+    if not isinstance(value, nn.Module) and not callable(value):
         raise click.ClickException(
-            f"{target} is a {type(found).__name__}; a loss is a function or module of (output, target)"
+            f"{target} is a {type(value).__name__}; a loss is a function or module of (output, target)"
         )
-    return found
+    return value
 
 
 def _mark(model: "nn.Module", split: tuple[str, ...]) -> None:
@@ -194,13 +194,14 @@ def made_inputs(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list
         return [], {}
     import torch
 
-    made = []
+    named_tensors = []
     for name, dtype, sizes in examples:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise click.BadParameter(f"torch has no dtype {dtype!r}; write float32, int64, …", param_hint="--input")
-        made.append((name, torch.zeros(sizes, dtype=kind)))
-    return [tensor for name, tensor in made if name is None], {name: tensor for name, tensor in made if name}
+        named_tensors.append((name, torch.zeros(sizes, dtype=kind)))
+    args = [tensor for name, tensor in named_tensors if name is None]
+    return args, {name: tensor for name, tensor in named_tensors if name}
 
 
 def _drawn(pipe: "Pipe", kind: str, args: list[Any], kwargs: dict[str, Any]) -> str:

@@ -103,9 +103,11 @@ def checked_checkpoints(
     """The checkpoints; None if the arguments ask for none."""
     if folder is None:
         asked = {"save_every": every, "save_minutes": minutes, "keep": keep, "also": also}
-        given = [name for name, value in asked.items() if value is not None]
-        if given:
-            raise DriverError(f"{given[0]}= is an option of checkpoints, but there is no folder for them; give folder=")
+        unused = [name for name, value in asked.items() if value is not None]
+        if unused:
+            raise DriverError(
+                f"{unused[0]}= is an option of checkpoints, but there is no folder for them; give folder="
+            )
         return None
     check_count("save_every", every)
     check_count("keep", keep)

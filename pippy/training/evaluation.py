@@ -96,11 +96,11 @@ class Evaluation:
         return self.driver.run_async(call.chunks, *call.args, **asked, **call.kwargs)
 
     def _take(self, means: "_Means", item: Any, running: Any) -> None:
-        given, rows = running.result(), running.rows or 1
+        result, rows = running.result(), running.rows or 1
         if self.driver.compiled_pipe.loss is None:
-            loss, outputs = None, given
+            loss, outputs = None, result
         else:
-            loss, outputs = given if self.metric is not None else (given, None)
+            loss, outputs = result if self.metric is not None else (result, None)
         if loss is not None:
             means.add("loss", loss, rows)
         if self.metric is not None:

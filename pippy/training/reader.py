@@ -61,17 +61,17 @@ class Reader:
         """Up to ``count`` items of this epoch. At its end, an empty list; then the next epoch begins."""
         if self._iterator is None:
             self._open()
-        found: list[Any] = []
+        items: list[Any] = []
         assert self._iterator is not None
-        while len(found) < count:
+        while len(items) < count:
             try:
-                found.append(next(self._iterator))
+                items.append(next(self._iterator))
             except StopIteration:
                 break
             self.taken += 1
-        if not found:
+        if not items:
             self._end_epoch()
-        return found
+        return items
 
     def _open(self) -> None:
         for part in _parts(self.data):
@@ -133,8 +133,8 @@ class Reader:
 
     def _skip(self, count: int) -> None:
         self._open()
-        while self.taken < count and (found := self.take(1)):
-            del found
+        while self.taken < count and (items := self.take(1)):
+            del items
         if self.taken < count:
             raise DriverError(
                 f"{self.name} ended before its item {count}, to which the run had come; give the data that it had"

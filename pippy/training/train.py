@@ -124,10 +124,10 @@ def _checked_evaluation(
     driver: PipelineDriverBase, data: Any, chunks: int | None, metric: Metric | None, every: Any, updates: Updates
 ) -> Evaluation | None:
     if data is None:
-        given = [name for name, value in (("eval_every", every), ("metric", metric)) if value is not None]
-        if given:
+        unused = [name for name, value in (("eval_every", every), ("metric", metric)) if value is not None]
+        if unused:
             raise DriverError(
-                f"{given[0]}= is an option of evaluations, but there is no data for them; give eval_data="
+                f"{unused[0]}= is an option of evaluations, but there is no data for them; give eval_data="
             )
     check_count("eval_every", every)
     if every is None and any(isinstance(each, ReduceLROnPlateau) for each in updates.schedulers):
