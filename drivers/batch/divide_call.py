@@ -98,7 +98,7 @@ def _specs_of_call(
     if specs is None:
         return {}
     if isinstance(specs, Mapping):
-        return _by_name(compiled, specs, what)
+        return _specs_by_argument(compiled, specs, what)
     if not isinstance(specs, (list, tuple)) or len(specs) > len(args):
         raise MicrobatchError(
             f"{what} is {brief(specs)}, and the call has {len(args)} positional arguments; give one for each, in order, or a "
@@ -111,7 +111,7 @@ def _specs_of_call(
     return {name: spec for name, spec in by_name.items() if spec is not None}
 
 
-def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _specs_by_argument(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
     """What ``**kwargs`` takes may be named as in the call."""
     parameters = call_signature(compiled).parameters
     rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)

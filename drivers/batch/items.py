@@ -94,7 +94,7 @@ def joined_items(values: Sequence[Any], counts: Sequence[int], path: str) -> Any
         return with_children(first, [joined_items(part, counts, f"{path}[{at}]") for at, part in enumerate(parts)])
     if isinstance(first, torch.Tensor) and first.dim():
         return MicroBatches([piece for value, count in zip(values, counts) for piece in value.tensor_split(count)])
-    if all(_same(value, first) for value in values):
+    if all(_same_constant(value, first) for value in values):
         return first
     return MicroBatches([value for value, count in zip(values, counts) for _ in range(count)], dim=None)
 
@@ -107,7 +107,7 @@ def _shape(value: Any) -> Any:
     return held if held is None else (type(value), list(value) if isinstance(value, Mapping) else len(held))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     return one is other or bool(type(one) is type(other) and one == other)

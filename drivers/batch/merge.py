@@ -164,7 +164,7 @@ class _Merge:
             self.alike.append(path)
         elif dim is not None and self.follows(values, dim):
             return self.cat(values, TensorChunkSpec(dim), path)
-        if isinstance(values[0], _SAYS_NOTHING) and all(map(_same, values[1:], values[:-1])):
+        if isinstance(values[0], _SAYS_NOTHING) and all(map(_same_output, values[1:], values[:-1])):
             return values[0]
         if all(isinstance(value, (torch.Tensor, torch.Size, int, float, complex)) for value in values):
             self.unknown.append(path)
@@ -201,9 +201,9 @@ class _Merge:
             ) from None
 
     def equal(self, values: list[Any], spec: Replicate, path: str) -> Any:
-        if not all(map(_same, values[1:], values[:-1])):
+        if not all(map(_same_output, values[1:], values[:-1])):
             raise MicrobatchError(
-                f"{path} has the spec Replicate(), but it differs between micro-batches: {_two(values, _same)}"
+                f"{path} has the spec Replicate(), but it differs between micro-batches: {_two(values, _same_output)}"
             )
         return values[0]
 
@@ -224,7 +224,7 @@ class _Merge:
         return reduce(_smallest, values)
 
     def mean(self, values: list[Any], spec: Mean, path: str) -> Any:
-        if len(values) == 1 or all(map(_same, values[1:], values[:-1])):
+        if len(values) == 1 or all(map(_same_output, values[1:], values[:-1])):
             return values[0]
         if self.sizes is None:
             raise MicrobatchError(
@@ -294,7 +294,7 @@ def _has_dimensions(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_output(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
             return False
@@ -309,7 +309,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _two(values: list[Any], same: Callable[[Any, Any], bool] | None = None) -> str:
     """Two values, for a message: two that differ, if any do."""
-    same = _same if same is None else same
+    same = _same_output if same is None else same
     index = next((index for index, value in enumerate(values) if not same(values[0], value)), len(values) - 1)
     return f"micro-batch 0 gave {_shown(values[0])}, micro-batch {index} gave {_shown(values[index])}"
 

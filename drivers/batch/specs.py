@@ -173,7 +173,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     if spec is None or isinstance(spec, int) or is_spec(spec):
         return [spec] * len(held)
     names = item_names(value)
-    by_name = _by_name(spec)
+    by_name = _specs_by_item(spec)
     if names is not None and by_name is not None:
         unknown = [name for name in by_name if name not in names]
         if unknown:
@@ -188,7 +188,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     return list(inside)
 
 
-def _by_name(spec: Any) -> dict[Any, Any] | None:
+def _specs_by_item(spec: Any) -> dict[Any, Any] | None:
     names = item_names(spec)
     return None if names is None else dict(zip(names, children(spec) or ()))
 

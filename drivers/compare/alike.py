@@ -105,7 +105,7 @@ def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any
     return made.fill_(middle if made.is_floating_point() or made.is_complex() else int(middle))
 
 
-def _kept(given: Mapping[str, Any]) -> Any:
+def _without_dropout(given: Mapping[str, Any]) -> Any:
     """Dropout that drops nothing."""
     x = given.get("input", given.get("self"))
     assert isinstance(x, torch.Tensor)
@@ -139,8 +139,8 @@ def _of_bernoulli(given: Mapping[str, Any]) -> Any:
 
 
 _DRAWN: Mapping[str, FixedDraw] = {
-    "native_dropout": _kept,
-    "_fused_dropout": _kept,
+    "native_dropout": _without_dropout,
+    "_fused_dropout": _without_dropout,
     "multinomial": _most_likely,
     "randperm": _in_order,
     "rrelu_with_noise": _with_middle_slope,

@@ -63,10 +63,10 @@ def checkpoints_in(folder: str) -> list[str]:
     ...     path.removeprefix(folder), checkpoints_in(folder) == [path]
     ('/step-10', True)
     """
-    return [path for _, path in sorted(_numbered(folder))]
+    return [path for _, path in sorted(_numbered_checkpoints(folder))]
 
 
-def _numbered(folder: str, also_damaged: bool = True) -> list[tuple[int, str]]:
+def _numbered_checkpoints(folder: str, also_damaged: bool = True) -> list[tuple[int, str]]:
     checkpoints = []
     for entry in os.scandir(folder):
         if entry.is_dir() and not entry.name.startswith("."):
@@ -89,7 +89,7 @@ class NewCheckpoint:
         self._lock: FileIO | None = _locked(folder)
         try:
             self._remove_left_over()
-            there = _numbered(folder, also_damaged=False)
+            there = _numbered_checkpoints(folder, also_damaged=False)
             self.number = 1 + max((number for number, _ in there), default=0)
             self.name = self._free_name("save" if step is None else "step", self.number if step is None else step)
             self.path = os.path.join(folder, f"{_SAVING}{self.name}-{secrets.token_hex(4)}")
@@ -124,7 +124,7 @@ class NewCheckpoint:
 
     def remove_older(self, keep: int) -> None:
         """Remove the oldest checkpoints of the run, so that ``keep`` are left."""
-        for _, path in sorted(_numbered(self.folder, also_damaged=False))[:-keep]:
+        for _, path in sorted(_numbered_checkpoints(self.folder, also_damaged=False))[:-keep]:
             # First the name, so that nobody takes what is left of it for a checkpoint.
             gone = os.path.join(self.folder, f"{_REMOVED}{secrets.token_hex(4)}")
             os.rename(path, gone)

@@ -55,13 +55,13 @@ def largest_loss(step: StepData, lost_seconds: Mapping[StepPart, float], crowded
     if lost_seconds.get(part, 0.0) < WORTH_IT * length:
         share = percent(1 - sum(lost_seconds.values()) / (length or 1.0))
         return f"No large loss: {share} of the step of {duration(length)} was computing."
-    lost = f"The largest loss is {_named(part)}: {_of(lost_seconds[part], step)}."
+    lost = f"The largest loss is {_part_name(part)}: {_of(lost_seconds[part], step)}."
     if part == StepPart.UNEVEN:
         return f"{lost} {slowest(step, lost_seconds[part])}"
     return f"{lost} {ADVICE[part].format(_fills_better(step))}."
 
 
-def _named(part: StepPart) -> str:
+def _part_name(part: StepPart) -> str:
     return {StepPart.SCHEDULE: "the order of the schedule", StepPart.STARTING: "starting the step"}.get(part, str(part))
 
 

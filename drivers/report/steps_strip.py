@@ -24,7 +24,7 @@ def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int, abo
     at = next(number for number, each in enumerate(recorded) if each is shown)
     there = packed_steps(at, recorded)
     bars = "".join(
-        _bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(recorded)
+        _step_bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(recorded)
     )
     packed = "".join(_packed(number, about(recorded[number])) for number in there if number != at)
     others = f", and {dropped} earlier ones dropped" if dropped else ""
@@ -53,7 +53,7 @@ def packed_steps(shown: int, recorded: Sequence[StepData]) -> list[int]:
     return sorted(packed)
 
 
-def _bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:
+def _step_bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:
     words = f"step {number}: {duration(step.makespan)}"
     state = 'aria-current="true"' if shown else "" if there else "disabled"
     height = 100 * step.makespan / (longest or 1.0)

@@ -52,7 +52,7 @@ def times(step: StepData) -> str:
     causes = [cause for cause in Cause if cause in there]
     rows = []
     for worker, activities in enumerate(step.activities):
-        cells = [f"{escape(step.named(worker))}{_bar(activities, step.makespan)}"]
+        cells = [f"{escape(step.named(worker))}{_causes_bar(activities, step.makespan)}"]
         rows.append([*cells, _idle(step, worker), *(_spent(step, worker, cause) for cause in causes)])
     head = [
         "worker",
@@ -69,7 +69,7 @@ def times(step: StepData) -> str:
     )
 
 
-def _bar(activities: Sequence[Activity], length: float) -> str:
+def _causes_bar(activities: Sequence[Activity], length: float) -> str:
     """A worker's time as a stacked bar, by cause."""
     parts = ""
     for cause in Cause:

@@ -17,7 +17,7 @@ TraceEvent = dict[str, Any]
 
 def perfetto_trace(steps: Sequence[StepData]) -> str:
     """The JSON of some steps, in the order in which they ran."""
-    events = [*_named(MEASURED, "measured", steps[0].workers), *_named(PREDICTED, "predicted", steps[0].workers)]
+    events = [*_metadata(MEASURED, "measured", steps[0].workers), *_metadata(PREDICTED, "predicted", steps[0].workers)]
     free = 0.0  # when the predictions of earlier steps end: they must not overlap on a track
     for number, step in enumerate(steps):
         shift = step.begin - steps[0].begin
@@ -26,7 +26,7 @@ def perfetto_trace(steps: Sequence[StepData]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _named(process: int, name: str, workers: Sequence[str]) -> Iterator[TraceEvent]:
+def _metadata(process: int, name: str, workers: Sequence[str]) -> Iterator[TraceEvent]:
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
     for worker, its_name in enumerate(workers):

@@ -135,5 +135,5 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices and values of what is not zero, in a fixed order."""
     entries = tensor.detach().to_sparse_coo().coalesce()
-    kept = (entries.values() != 0).flatten(1).any(1) if entries.dense_dim() else entries.values() != 0
-    return entries.indices()[:, kept], entries.values()[kept]
+    nonzero = (entries.values() != 0).flatten(1).any(1) if entries.dense_dim() else entries.values() != 0
+    return entries.indices()[:, nonzero], entries.values()[nonzero]

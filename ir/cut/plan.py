@@ -74,7 +74,7 @@ def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
     used = _used_tensors(traced, len(stages))
     sharing = decide(traced.model, used.values(), changed, spec)
     plan = CutPlan(traced, stages, sharing, _same_attributes(traced), mutations, roots, used)
-    _connect(plan)
+    _connect_stages(plan)
     _mark_copied(plan)
     return plan
 
@@ -142,7 +142,7 @@ def _same_attributes(traced: Traced) -> dict[fx.Node, fx.Node]:
     return same
 
 
-def _connect(plan: CutPlan) -> None:
+def _connect_stages(plan: CutPlan) -> None:
     parameters: dict[int, list[fx.Node]] = {stage.index: [] for stage in plan.stages}
     for stage in plan.stages:
         for node in stage.nodes:

@@ -21,7 +21,7 @@ NamedInput = tuple[int, str]  # the number and the name of a stage's input
 
 def seen_inputs(values: Sequence[fx.Node], stage: int, roots: Roots) -> list[int]:
     """The numbers of those inputs of a stage whose change in place would be seen elsewhere."""
-    families = _families(values, roots)
+    families = _sharing_memory(values, roots)
     return [
         index
         for index, value in enumerate(values)
@@ -31,7 +31,7 @@ def seen_inputs(values: Sequence[fx.Node], stage: int, roots: Roots) -> list[int
     ]
 
 
-def _families(values: Sequence[fx.Node], roots: Roots) -> Mapping[fx.Node, list[fx.Node]]:
+def _sharing_memory(values: Sequence[fx.Node], roots: Roots) -> Mapping[fx.Node, list[fx.Node]]:
     """For each value, all nodes that may share its memory."""
     by_root: dict[fx.Node, list[fx.Node]] = {root: [] for value in values for root in roots[value]}
     for node, its_roots in roots.items():

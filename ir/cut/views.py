@@ -25,7 +25,7 @@ from pippy.ir.run.shared_tensors import memory_of
 
 def connect_views(traced: Traced) -> None:
     """Make views in the graph of the tensors that share memory which forward changes in place."""
-    families = [family for family in _families(traced) if len({node.target for node in family}) > 1]
+    families = [family for family in _nodes_by_memory(traced) if len({node.target for node in family}) > 1]
     if not families:
         return
     mutations, _ = find_mutations(traced.graph, traced.attributes)
@@ -33,11 +33,11 @@ def connect_views(traced: Traced) -> None:
     for family in families:
         change = next((changes[node] for node in family if node in changes), None)
         if change is not None:
-            _connect(traced, family, change)
+            _make_views(traced, family, change)
     traced.graph.lint()
 
 
-def _families(traced: Traced) -> Iterator[list[fx.Node]]:
+def _nodes_by_memory(traced: Traced) -> Iterator[list[fx.Node]]:
     """The nodes that get tensors of one memory."""
     families: dict[int, list[fx.Node]] = {}
     for node in traced.graph.find_nodes(op="get_attr"):
@@ -47,7 +47,7 @@ def _families(traced: Traced) -> Iterator[list[fx.Node]]:
     yield from families.values()
 
 
-def _connect(traced: Traced, family: list[fx.Node], change: fx.Node) -> None:
+def _make_views(traced: Traced, family: list[fx.Node], change: fx.Node) -> None:
     tensors = {str(node.target): traced.attributes[str(node.target)] for node in family}
     state = {name for name, _ in named_state(traced.model)}
     base_name = min(

@@ -20,7 +20,7 @@ _OTHER_VERSION = re.compile(r"modified by an inplace operation: \[\S+ \[(.*?)\]\
 def memory_of_layers(module: nn.Module) -> frozenset[int]:
     """The memory of the buffers, and of other tensors, that layers of the user's own hold, which tracing did not look into."""
     return frozenset(
-        memory for _, tensor in _tensors(module, own_layers=True) if (memory := memory_of(tensor)) is not None
+        memory for _, tensor in _tensors_of_layers(module, own_layers=True) if (memory := memory_of(tensor)) is not None
     )
 
 
@@ -55,12 +55,12 @@ def changed_since(module: nn.Module, error: Exception) -> str | None:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for name, tensor in _tensors(module, own_layers=False):
+    for name, tensor in _tensors_of_layers(module, own_layers=False):
         holder = module.get_submodule(name.rpartition(".")[0])
         yield name, "" if is_of_torch(holder) else f" (of {type(holder).__name__})", tensor
 
 
-def _tensors(module: nn.Module, own_layers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of_layers(module: nn.Module, own_layers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in module.named_modules():
         if own_layers and is_of_torch(part):
             continue

@@ -146,18 +146,18 @@ def _draws_nothing(function: Any, depth: int) -> bool:
         return False
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    names = set(_names(function.__code__))
+    names = set(_names_in_code(function.__code__))
     held += [function.__globals__[name] for name in names if name in function.__globals__]
     return all(_is_known(value, depth) for value in held) and all(
         _is_known_name(name) for name in names if not isinstance(function.__globals__.get(name), types.FunctionType)
     )
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _names_in_code(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from _names_in_code(inner)
 
 
 def _is_known_name(name: str) -> bool:

@@ -59,7 +59,7 @@ class _Writer:
         for code in self.all(self.order[part.begin] + 1, self.order[part.end]):
             yield "".join(f"    {line}\n" for line in code.splitlines())
         yield from self._counter(part.end)
-        yield f"    return {part.end.args[1]!r}\n" if part.is_reentrant else f"    return {_names(part.outputs())}\n"
+        yield f"    return {part.end.args[1]!r}\n" if part.is_reentrant else f"    return {_joined(part.outputs())}\n"
 
     def _call(self, part: Part) -> Iterator[str]:
         options = [f"{name}={value!r}" for name, value in part.begin.kwargs.items()]
@@ -70,7 +70,7 @@ class _Writer:
         results = [part.end] if part.is_reentrant else part.outputs()
         arguments = ", ".join([str(part.begin), *map(str, part.inputs), *options])
         free = " = ".join([str(part.begin), *map(str, self._last_used_in(part)), "None"])
-        yield f"{f'{_names(results)} = ' if results else ''}torch.utils.checkpoint.checkpoint({arguments});  {free}\n"
+        yield f"{f'{_joined(results)} = ' if results else ''}torch.utils.checkpoint.checkpoint({arguments});  {free}\n"
 
     def _last_used_in(self, part: Part) -> Iterator[fx.Node]:
         given = dict.fromkeys([*part.begin.all_input_nodes, *part.captured()])
@@ -81,5 +81,5 @@ class _Writer:
         yield f"# COUNTER: {self.order[node]}\n"
 
 
-def _names(nodes: Sequence[fx.Node]) -> str:
+def _joined(nodes: Sequence[fx.Node]) -> str:
     return ", ".join(map(str, nodes)) or "None"

@@ -21,7 +21,7 @@ def mermaid(content: Content) -> str:
     for value, user in _edges(content):
         arrow = "==>" if value.origin else "-->"
         lines.append(f'    n{value.source} {arrow}|"{_mermaid_text(_value_lines(content, value))}"| n{user}')
-    for one, other, names in _copies(content):
+    for one, other, names in _copy_lines(content):
         lines.append(f'    n{one} -. "{_mermaid_text([names, "replicated"])}" .- n{other}')
     return "\n".join(lines) + "\n"
 
@@ -48,7 +48,7 @@ def dot(content: Content) -> str:
     for value, user in _edges(content):
         style = ", style=bold" if value.origin else ""
         lines.append(f'    n{value.source} -> n{user} [label="{_dot_text(_value_lines(content, value))}"{style}];')
-    for one, other, names in _copies(content):
+    for one, other, names in _copy_lines(content):
         label = _dot_text([names, "replicated"])
         lines.append(f'    n{one} -> n{other} [label="{label}", style=dashed, dir=none, constraint=false];')
     return "\n".join([*lines, "}"]) + "\n"
@@ -66,7 +66,7 @@ def _edges(content: Content) -> Iterator[tuple[DrawnValue, int]]:
     return ((value, user) for value in content.structure.values for user in value.users)
 
 
-def _copies(content: Content) -> Iterator[tuple[int, int, str]]:
+def _copy_lines(content: Content) -> Iterator[tuple[int, int, str]]:
     """A line between each box with a copy and the next, with the names of the copied parameters."""
     for group in content.structure.copies:
         for one, other in zip(group.boxes, group.boxes[1:]):

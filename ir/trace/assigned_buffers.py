@@ -69,7 +69,7 @@ def check_fitting(module: nn.Module, path: str, before: Attributes) -> None:
         known = value_of(each.value) if issubclass(type(each.value), fx.Proxy) else UNKNOWN
         why = _why_not(each, known) or ("is not known to have its shape and dtype" if known is UNKNOWN else None)
         if why is not None:
-            raise buffer_refusal(each.name, why, _line(each.value))
+            raise buffer_refusal(each.name, why, _line_of_value(each.value))
 
 
 def record_assigned(
@@ -79,7 +79,7 @@ def record_assigned(
     for buffer in [each for path, module in model.named_modules() for each in assigned_in(module, path, before)]:
         known = values.of(buffer.value.node) if issubclass(type(buffer.value), fx.Proxy) else UNKNOWN
         if (why := _why_not(buffer, known) or _why_not_alone(buffer, state, graph)) is not None:
-            raise buffer_refusal(buffer.name, why, _line(buffer.value))
+            raise buffer_refusal(buffer.name, why, _line_of_value(buffer.value))
     for path, module in model.named_modules():
         for name, value in _buffers(module).items():
             if issubclass(type(value), fx.Proxy):
@@ -169,5 +169,5 @@ def buffer_refusal(name: str, why: str, line: str) -> TracingError:
     )
 
 
-def _line(value: Any) -> str:
+def _line_of_value(value: Any) -> str:
     return source.excerpt_of(value.node) if issubclass(type(value), fx.Proxy) else ""

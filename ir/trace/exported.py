@@ -64,7 +64,7 @@ class ExportedModel(nn.Module):
 
     def __init__(self, program: "ExportedProgram") -> None:
         super().__init__()
-        _check(program)
+        _check_program(program)
         module = program.module()
         bodies = {str(node.target) for node in _nodes(module.graph) if node.op == "get_attr" and _is_body(module, node)}
         self._parameters.update(module._parameters)
@@ -188,34 +188,36 @@ def module_of(given: Any) -> Any:
     return ExportedModel(given) if is_program else given
 
 
-def _check(program: "ExportedProgram") -> None:
+def _check_program(program: "ExportedProgram") -> None:
     """Refuse what a program may have and a Pipe cannot."""
     signature = program.graph_signature
     if signature.user_inputs_to_mutate:
         names = ", ".join(sorted(map(repr, signature.user_inputs_to_mutate.values())))
-        raise _refusal(
+        raise _export_refusal(
             f"changes its input {names} in place, and stages have copies of it",
             "write the operation that makes a new tensor",
         )
     if signature.parameters_to_mutate:
         names = ", ".join(sorted(map(repr, signature.parameters_to_mutate.values())))
-        raise _refusal(f"changes the parameter {names} in forward", "change it between steps, or keep it in a buffer")
+        raise _export_refusal(
+            f"changes the parameter {names} in forward", "change it between steps, or keep it in a buffer"
+        )
     others = sorted(
         {each.kind.name for each in signature.input_specs} - {"USER_INPUT", "PARAMETER", "BUFFER", "CONSTANT_TENSOR"}
     )
     if others:
-        raise _refusal(
+        raise _export_refusal(
             f"takes {', '.join(others)} as inputs, which stages do not", "keep such an object out of forward"
         )
     for node in _nodes(program.graph):
         if isinstance(node.target, HigherOrderOperator) and not _is_no_grad(node.target):
-            raise _refusal(
+            raise _export_refusal(
                 f"calls {node.target.name()}, which no stage does:\n{_excerpt(node)}",
                 "give pipeline() the model itself, or write the line without",
             )
 
 
-def _refusal(what: str, remedy: str) -> TracingError:
+def _export_refusal(what: str, remedy: str) -> TracingError:
     return TracingError(f"this ExportedProgram {what}\nWhat to do: {remedy}")
 
 

@@ -49,7 +49,7 @@ def guards_of(model: ExportedModel) -> Guards:
     ]
     conditions += map(Condition, _ranges(program, inputs))
     for condition in conditions:
-        _check(condition, inputs)
+        _check_condition(condition, inputs)
     dtypes = {name: each.dtype for name, each in named_state(model) if each.is_floating_point() or each.is_complex()}
     return Guards(kinds, conditions=tuple(dict.fromkeys(conditions)), dtypes=dtypes, remedy=_REMEDY)
 
@@ -109,7 +109,7 @@ def _ranges(program: "ExportedProgram", inputs: dict[str, Any]) -> Iterator[str]
                 yield f"{code} <= {bounds.upper}"
 
 
-def _check(condition: Condition, inputs: dict[str, Any]) -> None:
+def _check_condition(condition: Condition, inputs: dict[str, Any]) -> None:
     """Refuse a condition that Python cannot compute."""
     example = _pytree.tree_map_only(torch.Tensor, _hinted, inputs)
     try:

@@ -171,7 +171,7 @@ class Identities:
         return self._differs(Supposition(self.call.supposition.known, nothing=frozenset(names))) is not None
 
     def _may_be_none(self, node: fx.Node) -> bool:
-        is_unknown = self.recorded.values.of(node) is UNKNOWN and not any(map(_needs_value, node.users, [node] * 99))
+        is_unknown = self.recorded.values.of(node) is UNKNOWN and not any(map(_rejects_none, node.users, [node] * 99))
         return is_unknown and node.op not in ("placeholder", "output", "get_attr") and may_be_none(node, self.root)
 
     def _suppose_attributes(self) -> None:
@@ -198,7 +198,7 @@ class Identities:
         return _first_difference(self.recorded, self.trace(self.call), supposition) is None
 
 
-def _needs_value(user: fx.Node, value: fx.Node) -> bool:
+def _rejects_none(user: fx.Node, value: fx.Node) -> bool:
     """Whether an operation fails by itself if ``value`` is None."""
     if not user.args or user.args[0] is not value or user.target in CHECKS:
         return False

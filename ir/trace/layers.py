@@ -24,10 +24,10 @@ def sequential_of(layers: Layers) -> nn.Sequential:
     )
     """
     tied: dict[str, tuple[TiedLayerSpec, nn.Module]] = {}
-    return nn.Sequential(*[_module_of(number, layer, tied) for number, layer in enumerate(layers)])
+    return nn.Sequential(*[_as_module(number, layer, tied) for number, layer in enumerate(layers)])
 
 
-def _module_of(number: int, layer: Any, tied: dict[str, tuple[TiedLayerSpec, nn.Module]]) -> nn.Module:
+def _as_module(number: int, layer: Any, tied: dict[str, tuple[TiedLayerSpec, nn.Module]]) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
     if isinstance(layer, TiedLayerSpec):

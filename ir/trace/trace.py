@@ -290,7 +290,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
     record_assigned(model, graph, calls.kept_whole.attributes, state, values)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
-    attributes = _attributes(model, graph, state, calls.kept_whole.attributes)
+    attributes = _target_values(model, graph, state, calls.kept_whole.attributes)
     return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values, asked, attributes)
 
 
@@ -364,7 +364,7 @@ def _call_module_from_outside(module: nn.Module, forward: Callable[..., Any], ar
     return forward(*args, **kwargs)
 
 
-def _attributes(
+def _target_values(
     model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor], before: Attributes
 ) -> dict[str, Any]:
     """The value of each target of the graph. Found now, because the constants that tracing sets on the model are removed."""

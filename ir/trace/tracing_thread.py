@@ -69,9 +69,9 @@ def method_patched_here(owner: type, name: str, replacement: Callable[..., Any])
     """Like `patched_here`, for a method of a class, or a class method."""
     original = owner.__dict__[name]
     if is_class_method(original):
-        patched: Any = classmethod(_here(class_method(original), replacement))
+        patched: Any = classmethod(_in_this_thread(class_method(original), replacement))
     else:
-        patched = _here(original, replacement)
+        patched = _in_this_thread(original, replacement)
     with patch.object(owner, name, patched):
         yield
 
@@ -96,7 +96,7 @@ def class_method(attribute: Any) -> Callable[..., Any]:
     return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
 
 
-def _here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _in_this_thread(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def choose(*args: Any, **kwargs: Any) -> Any:
         return (replacement if is_tracing() else original)(*args, **kwargs)
@@ -125,4 +125,4 @@ class _Patcher(fx._symbolic_trace._Patcher):
 
     def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
         original = getattr(cls, name)
-        super().patch_method(cls, name, _here(original, new_fn) if is_tracing() else new_fn, deduplicate)
+        super().patch_method(cls, name, _in_this_thread(original, new_fn) if is_tracing() else new_fn, deduplicate)

@@ -135,7 +135,7 @@ class _Places:
                     setattr(owner, name, names[name]) if name in names else delattr(owner, name)
         for container, before in self.containers:
             if _is_changed(container, before):
-                _restore(container, before)
+                _restore_container(container, before)
 
 
 def _is_changed(container: Any, before: Any) -> bool:
@@ -151,7 +151,7 @@ def _new_entries(container: Any, before: dict[Any, Any]) -> list[tuple[Any, Any]
     return [(key, value) for key, value in changed if _holds(key) or _holds(value)]
 
 
-def _restore(container: Any, before: Any) -> None:
+def _restore_container(container: Any, before: Any) -> None:
     if isinstance(container, dict):
         for key, _ in _new_entries(container, before):
             if key in before:

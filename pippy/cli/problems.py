@@ -84,10 +84,10 @@ def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackT
 
     It begins at the first frame that is neither in this folder nor in the import system. If there is none, it is None.
     """
-    kept = trace
-    while kept is not None and _is_ours(kept):
-        kept = kept.tb_next
-    return kept if whole or kept is None else _without_end(kept)
+    frame = trace
+    while frame is not None and _is_ours(frame):
+        frame = frame.tb_next
+    return frame if whole or frame is None else _without_end(frame)
 
 
 def _without_end(trace: TracebackType) -> TracebackType:

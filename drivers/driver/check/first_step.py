@@ -285,10 +285,10 @@ def _unknown_choice(chosen: ComputedChoice) -> str:
 
 def _kinds(value: Any) -> Any:
     """The kind of an argument, all that decides how it is cut: classes, dtypes, dimensions, and values that are no tensors."""
-    return tuple(_kind(leaf) for leaf in divided_leaves(value))
+    return tuple(_kind_of_leaf(leaf) for leaf in divided_leaves(value))
 
 
-def _kind(leaf: DividedValue) -> Any:
+def _kind_of_leaf(leaf: DividedValue) -> Any:
     its = itertools.islice(leaves(leaf.held()), _LOOKED_AT)
     kinds = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else _constant(each) for each in its]
     return type(leaf), getattr(leaf, "dim", None), tuple(kinds)

@@ -30,7 +30,7 @@ def joined_rows(parts: Sequence[Any], like: Any, weights: Sequence[float]) -> An
         return like
     if all(each.shape == like.shape for each in parts):
         return _without_rows(parts, weights)
-    return _rows_of(parts, like)
+    return _concatenated(parts, like)
 
 
 def joined_gradient(parts: Sequence[Any], like: Any) -> Any:
@@ -42,10 +42,10 @@ def joined_gradient(parts: Sequence[Any], like: Any) -> Any:
         return tuple(joined_gradient(each, item) for each, item in zip(zip(*parts, strict=True), held, strict=True))
     if all(each.shape == like.shape for each in parts):
         return torch.stack(list(parts)).sum(0)
-    return _rows_of(parts, like)
+    return _concatenated(parts, like)
 
 
-def _rows_of(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _concatenated(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     for dim in range(like.dim()):
         lengths = [each.shape[dim] for each in parts]
         rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in parts}

@@ -126,10 +126,10 @@ class TriedRows:
 
     def _taken(self, leaf: DividedValue, place: InputTensor, sizes: Sequence[int], turned: bool) -> DividedValue:
         if isinstance(leaf, CutTensor):
-            chosen_rows = _rows_of(leaf.value, leaf.dim, self.chosen)
+            chosen_rows = _selected(leaf.value, leaf.dim, self.chosen)
             if place in self.edits:
                 chosen_rows = self.edits[place].put(chosen_rows.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
-            return replace(leaf, value=_rows_of(chosen_rows, leaf.dim, self.order[::-1] if turned else self.order))
+            return replace(leaf, value=_selected(chosen_rows, leaf.dim, self.order[::-1] if turned else self.order))
         if isinstance(leaf, LoadedColumn):
             indices = [index for batch in leaf.batches for index in batch.indices]
             chosen = [indices[row] for row in self._in_order(turned)]
@@ -204,10 +204,10 @@ def _places(name: str) -> Iterator[InputTensor]:
 
 def _cut(dim: int, rows: int, chosen: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     """The chosen rows of a tensor, if it has rows."""
-    return _rows_of(tensor, dim, chosen) if tensor.dim() > dim and tensor.shape[dim] == rows else tensor
+    return _selected(tensor, dim, chosen) if tensor.dim() > dim and tensor.shape[dim] == rows else tensor
 
 
-def _rows_of(tensor: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+def _selected(tensor: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return cat([narrow(tensor, dim, row, 1) for row in rows], dim)
     return tensor.index_select(dim, torch.tensor([*rows], device=tensor.device))

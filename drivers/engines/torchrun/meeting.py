@@ -31,7 +31,7 @@ from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 
 # Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it, and RPC met there.
-_kept: list[Store] = []
+_open_stores: list[Store] = []
 
 
 @dataclass
@@ -76,7 +76,7 @@ def meet(
         root_store = next(
             rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout))
         )[0]
-        _kept.append(root_store)
+        _open_stores.append(root_store)
         meeting_number = _number_of_meeting(root_store, rank_info)
         store = PrefixStore(f"pippy {meeting_number}", root_store)
     except (RuntimeError, OSError) as error:

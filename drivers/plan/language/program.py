@@ -278,20 +278,20 @@ class Program(Drawn):
         >>> [[str(compute) for compute in order] for order in program.orders]
         [['F0.0'], ['F1.0', 'B1.0']]
         """
-        kept = set(self.backward if backward is None else backward)
+        with_backward = set(self.backward if backward is None else backward)
         orders = tuple(
-            tuple(compute for compute in order if compute.op == Op.FORWARD or compute.stage in kept)
+            tuple(compute for compute in order if compute.op == Op.FORWARD or compute.stage in with_backward)
             for order in self.computations
         )
         return replace(
             self,
             orders=orders,
-            backward=tuple(sorted(kept)),
+            backward=tuple(sorted(with_backward)),
             edges=tuple(edges),
             replicated=tuple(replicated),
             notes=tuple(notes),
             lowered=False,
-            checkpoints=tuple(each for each in self.checkpoints if each.stage in kept),
+            checkpoints=tuple(each for each in self.checkpoints if each.stage in with_backward),
         )
 
     def with_orders(self, orders: Iterable[Iterable[Instruction]]) -> "Program":

@@ -71,10 +71,10 @@ class Faults:
 
 
 def abridged(lines: list[str], shown: set[int]) -> list[str]:
-    kept: list[str] = []
+    parts: list[str] = []
     for number, line in enumerate(lines):
         if number in shown:
-            kept.append(line)
+            parts.append(line)
         elif number - 1 in shown:
-            kept.append("  ...")
-    return kept
+            parts.append("  ...")
+    return parts

@@ -44,7 +44,7 @@ class DeviceCopies:
 
     def own_to_host(self, own: Any) -> HostCopy:
         """Start to copy a value that `own` has made. It is dropped when that is done."""
-        accelerator, kept = self.accelerator, [own]
+        accelerator, until_done = self.accelerator, [own]
         made, done = accelerator.event(), accelerator.event()
         made.record(accelerator.current_stream())
         self.out.wait_event(made)
@@ -59,7 +59,7 @@ class DeviceCopies:
 
         def when_done() -> Any:
             done.synchronize()
-            kept.clear()
+            until_done.clear()
             return value
 
         return self._waits.submit(when_done)

@@ -27,12 +27,12 @@ class ParameterHooks:
         self.all = {id(tensor(place)) for place in sent.places}
         self.replacing = {id(tensor(place)) for place, replaces in sent.places.items() if replaces}
         self._held: dict[int, Any] = {}  # what stands for the model's tensors that the functions hold
-        self._kept: list[torch.Tensor] = []
+        self._model_tensors: list[torch.Tensor] = []
 
         def held(each: TensorLocation | ElsewhereTensor) -> torch.Tensor:
             found = tensor(each) if isinstance(each, TensorLocation) else each.made()
             self._held[id(found)] = each
-            self._kept.append(found)
+            self._model_tensors.append(found)
             return found
 
         functions: dict[TensorLocation, NamedHooks] = {} if sent.functions is None else unpickle(sent.functions, held)

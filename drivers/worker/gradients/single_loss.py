@@ -68,18 +68,18 @@ class SingleLoss:
         merged = list(leaves(self.merged))
         start = [0] * len(merged)
         for microbatch in sorted(self.gathered):
-            found: list[torch.Tensor | None] = []
+            gradients: list[torch.Tensor | None] = []
             for index, leaf in enumerate(leaves(self.gathered[microbatch])):
                 whole = merged[index]
                 rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
                 if not isinstance(whole, torch.Tensor) or not whole.requires_grad or whole.grad is None:
-                    found.append(None)
+                    gradients.append(None)
                 elif leaf.dim():
-                    found.append(narrow(whole.grad, 0, start[index], rows))
+                    gradients.append(narrow(whole.grad, 0, start[index], rows))
                 else:
-                    found.append(whole.grad / len(self.gathered))
+                    gradients.append(whole.grad / len(self.gathered))
                 start[index] += rows
-            yield found
+            yield gradients
 
 
 def _merged(parts: Sequence[Any]) -> Any:
@@ -100,5 +100,5 @@ def _arranged(value: Any, gradients: Iterator[Any]) -> Any:
     held = children(value)
     if held is None:
         return next(gradients)
-    found = tuple(_arranged(item, gradients) for item in held)
-    return found if any(gradient is not None for gradient in found) else None
+    arranged = tuple(_arranged(item, gradients) for item in held)
+    return arranged if any(gradient is not None for gradient in arranged) else None

@@ -61,7 +61,7 @@ class Snapshots:
         """A copy of all."""
         places = self._places(nn.Module.named_parameters, nn.Module.named_buffers)
         own = {number: [places[key] for key in each.parameters] for number, each in self.optimizers.items()}
-        return _copied(self.snapshot(places.values(), own))
+        return _copied_state(self.snapshot(places.values(), own))
 
     def _places(self, *named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> dict[int, TensorLocation]:
         """Where each parameter or buffer is, by its id."""
@@ -88,7 +88,7 @@ class Snapshots:
     def hold(self) -> Callable[[], None]:
         """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients."""
         modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
-        parameters = _copied(self.snapshot(self._places(nn.Module.named_parameters).values(), {}, random=False))
+        parameters = _copied_state(self.snapshot(self._places(nn.Module.named_parameters).values(), {}, random=False))
         states = {number: each.copied_state() for number, each in self.optimizers.items()}
         random, before = RandomNumbers(modules, self.device).now(), Before(modules, None)
         gradients = self.gradients.take_out()
@@ -104,5 +104,5 @@ class Snapshots:
         return put_back
 
 
-def _copied(state: WorkerState) -> WorkerState:
+def _copied_state(state: WorkerState) -> WorkerState:
     return cast(WorkerState, map_tensors(torch.clone, state))
