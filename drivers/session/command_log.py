@@ -275,7 +275,7 @@ class CommandLog:
     # What is given up
 
     def give_up(self, error: BaseException) -> list[Action]:
-        """Nothing that is under way counts, because of an error. The workers are told, unless the cluster is broken."""
+        """Note that no command that is under way counts, because of an error. The workers are told, unless the cluster is broken."""
         if not self.outstanding:
             return []
         if self.broken:
@@ -354,7 +354,7 @@ class CommandLog:
         return [*told, *(Send(worker, forget, None) for worker in others)]
 
     def replaced(self) -> None:
-        """All of that was answered."""
+        """Note that the lost workers were replaced, and that all workers have answered."""
         self.untold = None
         self.to_replace.clear()
 

@@ -203,7 +203,7 @@ class SharedMemoryConnection:
         return known
 
     def _sent_at_once(self, known: KnownLayout, key: ValueKey, parts: Parts) -> bool:
-        """Send a small value inside its packet, if all before it is sent; the short way for most values."""
+        """Send a small value inside its packet, if all before it is sent. Most values are sent like this."""
         size = known.layout.size
         if known.place is None or parts.rest or self.queue or self._sending or not self._has_room(size):
             return False

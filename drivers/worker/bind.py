@@ -237,7 +237,7 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
 
 
 def _received_for_one_call(program: AddProgram) -> frozenset[str]:
-    """The values that come from other workers, so that nothing else has their memory, and that one call takes, once."""
+    """The values that other workers send and that one call takes, once. Nothing else uses their memory."""
     taken = Counter(
         name for key, work in program.work.items() if key.phase == "F" for each in work for name in each.takes
     )

@@ -48,7 +48,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _unlikely(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Which tokens are not among the most likely ones that have a probability of ``top_p`` together."""
+    """Which tokens do not belong to the most likely ones, whose probabilities add up to ``top_p``."""
     ascending, order = torch.sort(scores, descending=False)
     unlikely = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     unlikely[..., -1:] = False

@@ -85,8 +85,8 @@ class RepeatedForward:
         """Run the stage once more, and give its outputs. ``inputs`` has those that do not come from outside."""
         if kept.tensors.changed():
             raise StageError(
-                f"an input of {self.name} was changed in place by another stage, after the forward that has to be computed "
-                "again with it. What to do: use the operation that makes a new tensor there, or leave stage "
+                f"another stage has changed an input of {self.name} in place, so the forward cannot be computed again with "
+                "the input that it had. What to do: use the operation that makes a new tensor there, or leave stage "
                 f"{self.stage} out of checkpoint=, in a dict of the other stages"
             )
         both = tuple(as_leaf(other if mine is None else mine) for mine, other in zip(kept.inputs, inputs, strict=True))

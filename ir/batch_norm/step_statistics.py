@@ -83,12 +83,12 @@ class StepStatistics:
         self._others.append(notes)
 
     def settle(self, through: int) -> None:
-        """The steps up to a number have succeeded everywhere."""
+        """Note that the steps up to a number have succeeded everywhere."""
         if self._updates:
             self._updates = [each for each in self._updates if each.step > through]
 
     def drop(self, first: int, last: int) -> None:
-        """The steps from ``first`` to ``last`` were given up: what they have changed is put back."""
+        """Put back what the steps from ``first`` to ``last`` have changed, which were given up."""
         with torch.no_grad():
             for update in reversed(self._updates):
                 for tensor, before in update.before if first <= update.step <= last else ():

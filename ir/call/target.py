@@ -5,7 +5,7 @@ from itertools import count
 
 
 def target_name(inputs: Collection[str]) -> str:
-    """The name of the target, beside inputs of the model by these names.
+    """The name of the target, for a model whose inputs have these names.
 
     >>> target_name(["x"]), target_name(["x", "target", "target_1"])
     ('target', 'target_2')

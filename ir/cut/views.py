@@ -57,7 +57,8 @@ def _make_views(traced: Traced, family: list[fx.Node], change: fx.Node) -> None:
     if len(kinds) > 1 or (not base_name and any(tensor.requires_grad for tensor in tensors.values())):
         if any(map(is_constant, family)):
             raise TracingError(
-                "forward() changes a constant in place through another kind of view, which cannot be recorded:\n"
+                "forward() changes a constant in place, through a view of another dtype or a conjugated one. This cannot be "
+                "recorded:\n"
                 f"{excerpt_of(change)}\nWhat to do: make the constant with the changed numbers, or keep it in a buffer"
             )
         return  # they share their memory in a stage, too; to cut them apart is refused by a constraint

@@ -46,7 +46,7 @@ class LayerSpec:
     def __init__(self, layer: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         if isinstance(layer, nn.Module) or not callable(layer):
             raise InitializationError(
-                f"{type(self).__name__} takes a class of modules, and then its arguments; this is a {type(layer).__name__}"
+                f"{type(self).__name__} was given a {type(layer).__name__}; give the class of a module, and then its arguments"
             )
         check_words(getattr(layer, "__name__", "the layer"), kwargs, layer)
         self.layer, self.args, self.kwargs = layer, args, kwargs

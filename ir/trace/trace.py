@@ -298,8 +298,8 @@ def _refuse_backward_hooks(path: str, follow: Callable[[], Any]) -> Any:
     """Have a module kept whole that has backward hooks. With a mark inside, which is seen when it is traced, it is refused."""
     follow()
     raise TracingError(
-        f"{path!r} has backward hooks, so it must be called as a whole, and no stage can do so, as there is a mark inside; "
-        "move the mark out of it, or take the hooks off"
+        f"{path!r} has backward hooks, so one stage must call all of it, but there is a mark inside; move the mark out of it, "
+        "or take the hooks off"
     )
 
 

@@ -100,7 +100,7 @@ class TraceTrials:
 
     @contextmanager
     def ending_at_operations(self, tracer: fx.Tracer) -> Iterator[None]:
-        """A context in which a trial ends where forward goes on: it calls a module, or leaves the function."""
+        """A context in which a trial ends if forward goes on, that is, if it calls a module or leaves the function."""
         create_node = tracer.create_node
 
         def create(kind: str, *args: Any, **kwargs: Any) -> fx.Node:

@@ -53,7 +53,7 @@ def leaving_users_caches(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def forgetting_one_trace() -> Iterator[None]:
-    """The same for one of several traces, inside of that context: the next finds nothing of it."""
+    """A context for one of several traces, inside of `leaving_users_caches`: the next trace finds nothing of it."""
     try:
         yield
     finally:

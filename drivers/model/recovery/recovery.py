@@ -188,7 +188,7 @@ class Recovery:
         return copy.deepcopy(dict(point.values))
 
     def _make_fresh(self, there: Collection[int]) -> None:
-        """Make those optimizers again that have no state in the point."""
+        """Make the optimizers again whose state is not in the point."""
         for optimizer in self.optimizers:
             if optimizer.number not in there:
                 optimizer.make_again(self.placed.workers)

@@ -184,7 +184,7 @@ def come_in(invitation: Invitation, guest: int, within: float) -> socket.socket:
 
 
 def socket_for(address: str) -> socket.socket:
-    """A socket that can connect with this address, or have it.
+    """A socket that can connect to this address, or be bound to it.
 
     >>> with socket_for("::1") as end:
     ...     end.family.name

@@ -44,6 +44,6 @@ class OwnMessages:
 
 
 def _own(pickled: Pickled) -> Pickled:
-    """A copy that shares nothing, of tensors with which the worker can train, though the script is in inference mode."""
+    """A copy that shares no memory. The worker can train with its tensors, even if the script is in inference mode."""
     with torch.inference_mode(False):
         return Pickled(pickled.data, copied(pickled.tensors))

@@ -46,7 +46,7 @@ class OpenedDataset:
 
     @classmethod
     def of(cls, body: AddDataset, dataset: Any, shares_process: bool) -> "OpenedDataset":
-        """The dataset that a message is about, or a dict of those of its columns."""
+        """The dataset of a message: the dataset itself, or a dict of the columns that the message names."""
         collate = None if body.collate is None else unpickle(body.collate)
         columns = dataset if isinstance(body.dataset, Mapping) else columns_of(dataset) if collate is None else None
         if columns is None or not all(key in columns for key in body.keys):

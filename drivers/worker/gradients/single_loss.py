@@ -90,8 +90,8 @@ def _merged(parts: Sequence[Any]) -> Any:
     if not isinstance(first, torch.Tensor) and all(first == part for part in parts):
         return first
     raise DriverError(
-        f"single_loss=True: an input of the loss is {describe(first)} in one micro-batch and {describe(parts[-1])} in "
-        "another, and has no rows to put together; leave single_loss out, so that each micro-batch has a loss of its own"
+        f"single_loss=True: an input of the loss, {describe(first)}, has no rows to put together, and is not the same in all "
+        "micro-batches; leave single_loss out, so that each micro-batch has a loss of its own"
     )
 
 

@@ -98,7 +98,7 @@ def test_what_is_no_layer_is_refused(layers, text):
 
 def test_a_specification_is_of_a_module():
     with pytest.raises(
-        InitializationError, match="LayerSpec takes a class of modules, and then its arguments; this is a ReLU"
+        InitializationError, match="LayerSpec was given a ReLU; give the class of a module, and then its arguments"
     ):
         LayerSpec(nn.ReLU())
     with pytest.raises(InitializationError, match=r"LayerSpec\(dict\) gives a dict, and a layer is a module"):
