@@ -85,9 +85,9 @@ class ThreadEngine:
         for worker, context in zip(self.workers, contexts):
             worker.urgent(_EVERYTHING)
             context.messages.end()
-        for each, context in zip(self._threads, contexts):
-            each.join(_ENDS_WITHIN)
-            if each.is_alive():
+        for thread, context in zip(self._threads, contexts):
+            thread.join(_ENDS_WITHIN)
+            if thread.is_alive():
                 raise ClusterError(
                     f"the thread of worker {context.name!r} goes on {_ENDS_WITHIN:g} s after its cluster was closed"
                 )

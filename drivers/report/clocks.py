@@ -30,8 +30,8 @@ def clock_offsets(clocks: Sequence[str], ahead: Mapping[Between, float]) -> tupl
             for b in everyone:
                 most[a][b] = min(most[a][b], most[a][through] + most[through][b])
     offsets, errors = [], []
-    for each, clock in enumerate(clocks):
-        highest, lowest = most[0][each], -most[each][0]
+    for worker, clock in enumerate(clocks):
+        highest, lowest = most[0][worker], -most[worker][0]
         if clock == clocks[0]:
             highest = lowest = 0.0
         elif isinf(highest) or isinf(lowest):  # messages went in one direction only, or in none

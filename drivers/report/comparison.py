@@ -114,7 +114,7 @@ def _parts(steps: StepPair, names: Names) -> str:
         [escape(part), duration(first.get(part, 0.0)), duration(second.get(part, 0.0)), _signed(changes[part])]
         for part in sorted(changes, key=lambda each: -abs(changes[each]))
     ]
-    total = [f"<b>{each}</b>" for each in ("the step", *(duration(each.makespan) for each in steps))]
+    total = [f"<b>{cell}</b>" for cell in ("the step", *(duration(each.makespan) for each in steps))]
     rows.append([*total, f"<b>{_signed(steps[1].makespan - steps[0].makespan)}</b>"])
     return report_table(["part", *map(escape, names), "difference"], rows)
 

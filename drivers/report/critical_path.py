@@ -39,20 +39,20 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
         set()
     )  # waits that were followed: clocks of several hosts may err, and lead in a circle
     while time > 0 and (at := bisect_left(ends[worker], time)) < len(ends[worker]):
-        each = busy[worker][at]
-        begin, source = max(each.start, 0.0), None
-        if each.cause in (Cause.WAITING, Cause.FILL) and (worker, at) not in left:
+        activity = busy[worker][at]
+        begin, source = max(activity.start, 0.0), None
+        if activity.cause in (Cause.WAITING, Cause.FILL) and (worker, at) not in left:
             left.add((worker, at))
-            receive = program.orders[worker][each.at] if each.at is not None else None
+            receive = program.orders[worker][activity.at] if activity.at is not None else None
             source = receive.source if isinstance(receive, Receive) else None
             begin = time
-        elif each.cause == Cause.ADDING:
+        elif activity.cause == Cause.ADDING:
             others = {other: _began_to_add(busy[other]) for other in adds[worker] if other != worker}
             last = max(others, key=lambda other: others[other], default=worker)
-            if each.start < others.get(last, 0.0) < time:
+            if activity.start < others.get(last, 0.0) < time:
                 source, begin = last, others[last]
         if begin < time:
-            path.append((worker, replace(each, start=begin, end=time)))
+            path.append((worker, replace(activity, start=begin, end=time)))
         time = begin
         worker = worker if source is None else source
     return path[::-1]

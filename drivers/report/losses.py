@@ -69,13 +69,13 @@ def losses(step: StepData) -> dict[StepPart, float]:
 def _on_path(step: StepData) -> dict[StepPart, float]:
     """The seconds on the critical path that no prediction foresees, by cause."""
     seconds_of: dict[StepPart, float] = {}
-    for worker, each in critical_path(step.program, step.activities):
-        instruction = step.program.orders[worker][each.at] if each.at is not None else None
+    for worker, activity in critical_path(step.program, step.activities):
+        instruction = step.program.orders[worker][activity.at] if activity.at is not None else None
         if isinstance(instruction, Compute):
-            part, seconds = StepPart.SLOWER, each.duration - step.medians[instruction.op][instruction.stage]
-        elif each.cause in (Cause.WAITING, Cause.FILL):  # of unknown origin: clocks of several hosts may err
-            part, seconds = StepPart.TRANSFER, each.duration
+            part, seconds = StepPart.SLOWER, activity.duration - step.medians[instruction.op][instruction.stage]
+        elif activity.cause in (Cause.WAITING, Cause.FILL):  # of unknown origin: clocks of several hosts may err
+            part, seconds = StepPart.TRANSFER, activity.duration
         else:
-            part, seconds = StepPart(each.cause), each.duration
+            part, seconds = StepPart(activity.cause), activity.duration
         seconds_of[part] = seconds_of.get(part, 0.0) + seconds
     return {part: seconds for part, seconds in seconds_of.items() if seconds > ROUNDING * step.makespan}

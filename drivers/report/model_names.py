@@ -99,14 +99,14 @@ def _listed(modules: Iterable[str]) -> str:
     '0, 1'
     """
     runs: list[list[str]] = []
-    for each in modules:
-        parent, _, last = each.rpartition(".")
+    for module in modules:
+        parent, _, last = module.rpartition(".")
         before, _, previous = runs[-1][-1].rpartition(".") if runs else ("", "", "")
         follows = runs and last.isdigit() and previous.isdigit() and before == parent and int(last) == int(previous) + 1
         if follows:
-            runs[-1].append(each)
+            runs[-1].append(module)
         else:
-            runs.append([each])
+            runs.append([module])
     texts = [text for run in runs for text in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else run)]
     return ", ".join([*texts[:SHOWN_RUNS], *(["…"] if len(texts) > SHOWN_RUNS else [])])
 

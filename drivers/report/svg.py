@@ -130,13 +130,13 @@ def _row_names(root: Element, step: StepData, top: int, title: str) -> None:
 
 def _measured(boxes: Element, step: StepData, worker: int, scale: float, page: bool) -> None:
     several = len(step.stages_of(worker)) > 1
-    for each in step.activities[worker]:
-        instruction = step.program.orders[worker][each.at] if each.at is not None else None
-        if page or isinstance(instruction, Compute) or each.duration * scale >= THINNEST:
-            kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
+    for activity in step.activities[worker]:
+        instruction = step.program.orders[worker][activity.at] if activity.at is not None else None
+        if page or isinstance(instruction, Compute) or activity.duration * scale >= THINNEST:
+            kind = str(instruction.op) if isinstance(instruction, Compute) else activity.cause
             name = _name(instruction, several) if isinstance(instruction, Compute) else ""
-            what = kind, name, _title(step, worker, each, instruction)
-            box = _box(boxes, TOP + worker * (ROW_HEIGHT + ROW_GAP), (each.start, each.end), scale, what, page)
+            what = kind, name, _title(step, worker, activity, instruction)
+            box = _box(boxes, TOP + worker * (ROW_HEIGHT + ROW_GAP), (activity.start, activity.end), scale, what, page)
             if page and isinstance(instruction, Send | Receive):
                 box.set("data-v", _edge(instruction, instruction.to if isinstance(instruction, Send) else worker))
 

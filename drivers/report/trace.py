@@ -44,29 +44,32 @@ def _slice(
 
 def _activities(step: StepData, shift: float) -> Iterator[TraceEvent]:
     for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
-        for each in step.activities[worker]:
-            if each.cause in (Cause.STARTING, Cause.DRAIN) and each.at is None:
+        for activity in step.activities[worker]:
+            if activity.cause in (Cause.STARTING, Cause.DRAIN) and activity.at is None:
                 continue  # nothing is done
-            instruction = order[each.at] if each.at is not None else None
+            instruction = order[activity.at] if activity.at is not None else None
             args: TraceEvent = {} if instruction is None else {"instruction": str(instruction)}
             if isinstance(instruction, Compute):
                 args |= {"stage": instruction.stage, "microbatch": instruction.microbatch}
-            elif isinstance(instruction, Send) and each.at is not None:
-                args |= {"bytes": record.sizes[each.at]}
-            name = str(instruction) if isinstance(instruction, Compute) else each.label
-            yield _slice(MEASURED, worker, name, each.cause.name, each.start + shift, each.end + shift, args)
+            elif isinstance(instruction, Send) and activity.at is not None:
+                args |= {"bytes": record.sizes[activity.at]}
+            name = str(instruction) if isinstance(instruction, Compute) else activity.label
+            times = activity.start + shift, activity.end + shift
+            yield _slice(MEASURED, worker, name, activity.cause.name, *times, args)
 
 
 def _flows(step: StepData, shift: float, number: int) -> Iterator[TraceEvent]:
     """The arrows: each begins with its send, and ends in the last part of its receive."""
-    for worker, each in ((worker, each) for worker, parts in enumerate(step.activities) for each in parts):
-        receive = step.program.orders[worker][each.at] if each.at is not None else None
-        if isinstance(receive, Receive) and each.cause == Cause.TRANSFER:
-            sent = step.send_times[receive.value, receive.microbatch, worker]
-            name = f"{receive.value}.{receive.microbatch}"
-            arrow = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
-            yield {"ph": "s", **arrow, "tid": receive.source, "ts": (sent + shift) * 1e6}
-            yield {"ph": "f", "bp": "e", **arrow, "tid": worker, "ts": ((each.start + each.end) / 2 + shift) * 1e6}
+    for worker, parts in enumerate(step.activities):
+        for activity in parts:
+            receive = step.program.orders[worker][activity.at] if activity.at is not None else None
+            if isinstance(receive, Receive) and activity.cause == Cause.TRANSFER:
+                sent = step.send_times[receive.value, receive.microbatch, worker]
+                middle = (activity.start + activity.end) / 2
+                name = f"{receive.value}.{receive.microbatch}"
+                arrow = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
+                yield {"ph": "s", **arrow, "tid": receive.source, "ts": (sent + shift) * 1e6}
+                yield {"ph": "f", "bp": "e", **arrow, "tid": worker, "ts": (middle + shift) * 1e6}
 
 
 def _prediction(step: StepData, shift: float) -> Iterator[TraceEvent]:

@@ -275,7 +275,7 @@ class CommandLog:
     # What is given up
 
     def give_up(self, error: BaseException) -> list[Action]:
-        """Note that no command that is under way counts, because of an error. The workers are told, unless the cluster is broken."""
+        """Note that no command under way counts, because of an error. The workers are told, unless the cluster is broken."""
         if not self.outstanding:
             return []
         if self.broken:

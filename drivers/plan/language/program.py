@@ -101,13 +101,15 @@ class Program(Drawn):
             raise ArgumentError(f"notes={self.notes}: there are no other replicas to tell; leave notes out")
 
     def _refuse_unclear_checkpoints(self) -> None:
-        for each in self.checkpoints:
-            if each.stage not in self.backward:
-                raise ArgumentError(f"checkpoint {each}: stage {each.stage} has no backward; leave the line out")
-            if not all(0 <= microbatch < self.chunks for microbatch in each.microbatches):
-                raise ArgumentError(f"checkpoint {each}: the program has micro-batches 0 to {self.chunks - 1}")
-            if not each.microbatches or list(each.microbatches) != sorted(set(each.microbatches)):
-                raise ArgumentError(f"checkpoint {each} must name at least one micro-batch, each once, in order")
+        for checkpoint in self.checkpoints:
+            if checkpoint.stage not in self.backward:
+                raise ArgumentError(
+                    f"checkpoint {checkpoint}: stage {checkpoint.stage} has no backward; leave the line out"
+                )
+            if not all(0 <= microbatch < self.chunks for microbatch in checkpoint.microbatches):
+                raise ArgumentError(f"checkpoint {checkpoint}: the program has micro-batches 0 to {self.chunks - 1}")
+            if not checkpoint.microbatches or list(checkpoint.microbatches) != sorted(set(checkpoint.microbatches)):
+                raise ArgumentError(f"checkpoint {checkpoint} must name at least one micro-batch, each once, in order")
         stages = [each.stage for each in self.checkpoints]
         if stages != sorted(set(stages)):
             raise ArgumentError(f"checkpoints of stages {stages} must name each stage once, in order")

@@ -149,18 +149,20 @@ class Communication:
         behind = [len(order) for order in program.computations]
         owned = sorted(program.sums, key=lambda each: ends[each.owner].get(each.name, -1))
         turns = {each.name: sum(other.owner == each.owner for other in owned[:at]) for at, each in enumerate(owned)}
-        for each in owned:
-            turn = behind[each.owner] + turns[each.name]
-            for worker in program.holders(each):
-                for instruction in sum_work(program, each, worker):
-                    at = ends[worker][each.name] if isinstance(instruction, SendGradients) else turn
+        for gradient_sum in owned:
+            turn = behind[gradient_sum.owner] + turns[gradient_sum.name]
+            for worker in program.holders(gradient_sum):
+                for instruction in sum_work(program, gradient_sum, worker):
+                    at = ends[worker][gradient_sum.name] if isinstance(instruction, SendGradients) else turn
                     kind = instruction.kind
-                    if kind.receives_from and worker == each.owner:
+                    if kind.receives_from and worker == gradient_sum.owner:
                         source = kind.receives_from(instruction)
-                        self.channels[source, worker].append((ends[source][each.name], EXCHANGE, instruction, turn))
+                        self.channels[source, worker].append(
+                            (ends[source][gradient_sum.name], EXCHANGE, instruction, turn)
+                        )
                     elif kind.receives_from:
                         last = behind[worker] + len(owned)
-                        self.channels[each.owner, worker].append((turn, EXCHANGE, instruction, last))
+                        self.channels[gradient_sum.owner, worker].append((turn, EXCHANGE, instruction, last))
                     else:
                         self.due[worker].append((at, EXCHANGE, instruction))
 

@@ -42,9 +42,11 @@ def due_of_sums(program: Program, worker: int) -> Due:
     order = program.orders[worker]
     last, places = last_backward(order), {each: at for at, each in reversed(list(enumerate(order)))}
     due: Due = {}
-    for each in program.sums:
-        work = sum_work(program, each, worker)
-        backward = max((last.get(stage, -1) for stage in stages_with_gradients(program, each, worker)), default=-1)
+    for gradient_sum in program.sums:
+        work = sum_work(program, gradient_sum, worker)
+        backward = max(
+            (last.get(stage, -1) for stage in stages_with_gradients(program, gradient_sum, worker)), default=-1
+        )
         for at, instruction in enumerate(work):
             before = max((places.get(other, -1) for other in work[:at]), default=-1)
             due[instruction] = max(
