@@ -45,12 +45,12 @@ FIRST = [
     "import pippy.pipeline, pippy; assert not hasattr(pippy.pipeline, '__file__'); pippy.pipeline.__call__",
     "from pippy.pipeline import pipeline; import pippy; assert pippy.pipeline is pipeline",
     "from pippy import pipeline; assert callable(pipeline)",
-    "import pippy; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy)); pippy.ir.pipe.Pipe; pippy.drivers.driver.drivers",
+    "import pippy, pickle; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy)); pippy.ir.pipe.Pipe; "
+    "pippy.drivers.driver.drivers; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
     "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
-    "import pippy.errors; assert pippy.errors.MarkError and pippy.errors is __import__('sys').modules['pippy.errors']",
+    "import pippy.errors; assert pippy.errors.MarkError and pippy.errors is __import__('sys').modules['pippy.errors']; "
     "from pippy.errors import TracingError, StepError; from pippy import errors; assert errors.StepError is StepError",
     "from pippy import drivers, ir, cli; assert drivers.__path__ and ir.__path__ and cli.main",
-    "import pippy, pickle; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
 ]
 
 

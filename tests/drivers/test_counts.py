@@ -26,25 +26,25 @@ from tests.drivers.models import Chain, TiedLanguage
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 
-@pytest.mark.parametrize("chunks", [4, 400])
-def test_a_step_is_one_message_to_every_worker(cluster, chunks):
+def test_a_step_is_one_message_to_every_worker(cluster):
     driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), cluster)
-    x, target = torch.randn(400, 8), torch.randn(400, 8)
-    driver.run(chunks, x, target)
-    before = list(cluster.session.counts)
-    for _ in range(3):
+    x, target = torch.randn(40, 8), torch.randn(40, 8)
+    for chunks in (4, 40):
         driver.run(chunks, x, target)
-    assert [after - was for after, was in zip(cluster.session.counts, before)] == [3, 3, 3, 0]
+        before = list(cluster.session.counts)
+        for _ in range(3):
+            driver.run(chunks, x, target)
+        assert [after - was for after, was in zip(cluster.session.counts, before)] == [3, 3, 3, 0]
     driver.close()
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("schedule", [name for name, entry in REGISTRY.items() if entry.training])
-def test_workers_hold_as_many_activations_as_a_simulation_says(cluster, schedule, workers):
+def test_workers_hold_as_many_activations_as_a_simulation_says(threads, schedule, workers):
     """Counted on the workers, forward by forward and backward by backward, for every schedule."""
     per_worker = REGISTRY[schedule].stages_per_worker
     pipe = pipeline(Chain(workers * per_worker), nn.MSELoss())
-    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=workers)
+    driver = PipelineDriver(pipe, threads, schedule=schedule, world_size=workers)
     for chunks in (1, 3, 2 * workers + 1):
         step = driver.run_async(chunks, torch.randn(chunks, 8), torch.randn(chunks, 8))
         step.result()
@@ -121,9 +121,9 @@ def test_drivers_that_are_gone_leave_nothing_on_the_workers(cluster):
                 driver.close()
             del driver
 
-    drivers(30)  # what Python and torch make for the first of them stays
+    drivers(20)  # what Python and torch make for the first of them stays
     before = list(map(held, pids))
-    drivers(30)
+    drivers(20)
     for (_, files, memory), (_, files_now, memory_now) in zip(before, map(held, pids)):
         assert files_now <= files
         assert memory_now - memory < 2048, "a driver holds a stage of 128 kB for each worker"
@@ -152,8 +152,9 @@ class Example(nn.Module):
         return torch.relu(self.linear(x))
 
 
-@pytest.mark.parametrize("config", MultiUseParameterConfig)
-@pytest.mark.parametrize("kind", [PipelineDriver1F1B, PipelineDriverFillDrain])
+@pytest.mark.parametrize(
+    ("kind", "config"), list(zip([PipelineDriver1F1B, PipelineDriverFillDrain], MultiUseParameterConfig, strict=True))
+)
 def test_the_acceptance_case_of_pippy(cluster, config, kind):
     """Five micro-batches of 503 rows, then one, then a hundred, on one driver; forward alone, and with the backward."""
     model, x = Example(), torch.randn(503, 512)

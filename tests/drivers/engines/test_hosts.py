@@ -10,13 +10,11 @@ from contextlib import ExitStack
 import pytest
 
 from exps.peers.hosts import NoHosts, hosts
-from pippy.drivers.plan.orders.registry import REGISTRY
 from tests.drivers.processes import watched, within
 from tests.drivers.torchrun_jobs import PORT, ROOT, job, ready, tell
 
 SCRIPT = str(ROOT / "tests/drivers/hosts_script.py")
-TRAINING = [name for name, each in REGISTRY.items() if each.training and name != "list"]
-ONE_OF_EACH_PLACEMENT = ["1f1b", "interleaved_1f1b", "zb_v"]
+SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v"]  # one of each placement; test_mixed_clusters.py has all
 OPTIONS = {"OPTIONS": '{"timeout": 1.0}'}
 
 
@@ -43,9 +41,9 @@ def trained(process, schedules):
 
 def test_two_hosts_with_two_workers_each_train_and_a_killed_host_is_named(make_hosts):
     both = make_hosts(2)
-    with job(both, SCRIPT, ranks=2, SCHEDULES=" ".join(TRAINING), **OPTIONS) as (first, second):
+    with job(both, SCRIPT, ranks=2, SCHEDULES=" ".join(SCHEDULES), **OPTIONS) as (first, second):
         pids = ready(first)
-        trained(first, TRAINING)
+        trained(first, SCHEDULES)
         tell(first, "step")
         assert second.stdout.readline() == "in the step\n"
         with watched(*pids, within=7):
@@ -68,9 +66,9 @@ def test_three_hosts_on_a_slow_network_train_and_a_cut_is_noticed_everywhere(mak
     for each in all_three:
         command = "echo 40000 40999 > /proc/sys/net/ipv4/ip_local_port_range"
         subprocess.run(each.command("sh", "-c", command), check=True)
-    with job(all_three, SCRIPT, SCHEDULES=" ".join(ONE_OF_EACH_PLACEMENT), **OPTIONS) as (first, second, third):
+    with job(all_three, SCRIPT, SCHEDULES=" ".join(SCHEDULES), **OPTIONS) as (first, second, third):
         pids = ready(first)
-        trained(first, ONE_OF_EACH_PLACEMENT)
+        trained(first, SCHEDULES)
         tell(first, "step")
         assert third.stdout.readline() == "in the step\n"
         with watched(*pids, within=7):

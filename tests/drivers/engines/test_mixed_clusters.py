@@ -31,6 +31,8 @@ def test_two_workers_here_and_two_there(tmp_path):
         assert not list(tmp_path.glob("pippy-*"))
         with watched(*pids, within=10):
             lines = lines_until(process, "lost")
+            process.communicate(timeout=20)
+            assert process.returncode != 0
     by_rpc = {tuple(line.split()[1:]) for line in lines if line.startswith("RPC")}
     asked = {(rank, to) for rank, kind, to in by_rpc if kind == "urgent"}
     both_ways = {("1", "worker2"), ("2", "worker1")}

@@ -63,7 +63,7 @@ for name, parameter in model.named_parameters():
 print("same", flush=True)
 """
 
-# An optimizer of the script: not in all ways to run one, as it has each process import a second's worth of torch.
+# An optimizer of the script: in one way to run it only, as it has each process import a second's worth of torch.
 TRAINS = """
 class Signs(torch.optim.SGD):
     @torch.no_grad()
@@ -128,17 +128,16 @@ compiled = PipelineDriver1F1B(pipe, cluster, compile={"backend": "aot_eager"}, l
 torch.testing.assert_close(compiled.run(2, x, t), scaled_loss(net(x), t).detach())
 """
 
-# How a script is given to Python, its last line, and its exit status. A notebook runs cells in the namespace of a main
+# How a script is given to Python, its last lines, and its exit status. A notebook runs cells in the namespace of a main
 # module that has no file.
 ENDS = {
     "a file that raises while a step is under way": (
         "file",
-        f"{TRAINS}\ndriver.run_async(2, inputs, target)\nraise ValueError('on its own')",
+        "driver.run_async(2, inputs, target)\nraise ValueError('on its own')",
         1,
     ),
-    "lines that exit": ("command", "sys.exit(3)", 3),
     "a notebook that is gone at once": ("notebook", "import os; os._exit(4)", 4),
-    "a stream that compiles": ("stdin", TRAINS + COMPILES, 0),
+    "a stream that compiles and exits": ("stdin", f"{TRAINS}{COMPILES}\nsys.exit(3)", 3),
 }
 
 
@@ -159,7 +158,7 @@ def test_a_script_that_does_not_close_its_cluster_leaves_nothing(tmp_path, end):
     how, last, code = ENDS[end]
     text = f"{SCRIPT}{last}\n"
     cells = f"import __main__; exec(compile({text!r}, '<cell>', 'exec'), __main__.__dict__)"
-    arguments = {"file": ["script.py"], "stdin": ["-"], "command": ["-c", text], "notebook": ["-c", cells]}[how]
+    arguments = {"file": ["script.py"], "stdin": ["-"], "notebook": ["-c", cells]}[how]
     for name, content in (("beside.py", BESIDE), ("script.py", text)):
         (tmp_path / name).write_text(content)
     (tmp_path / "temporary").mkdir()
