@@ -100,5 +100,13 @@ def test_every_error_is_in_one_place():
     assert all(getattr(errors, name) is defined[name] for name in kinds)
 
 
+def test_what_records_graphs_is_imported_when_a_stage_is_recorded():
+    """It takes half a second, which a script without such stages need not wait for."""
+    line = (
+        "import sys, pippy; pippy.PipelineDriver; print('sympy' in sys.modules, 'pippy.ir.halves.joint' in sys.modules)"
+    )
+    assert python(line) == "False False\n"
+
+
 def test_errors_are_imported_without_torch():
     assert python("import sys, pippy.errors; print('torch' in sys.modules)") == "False\n"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
-from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.handlers import Bound, Handle
 from pippy.drivers.worker.repeated_forward import RepeatedForward
@@ -38,6 +37,9 @@ from pippy.drivers.worker.step_context import Key
 from pippy.ir.base.names import LOSS
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.stage_draws import stage_draws
+
+if TYPE_CHECKING:
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 
 class BoundProgram:
@@ -54,7 +56,7 @@ class BoundProgram:
         constant: Mapping[str, Sequence[str]],
         device: torch.device,
         buffers: StepBuffers | None = None,
-        graphs: GraphsOfStages | None = None,
+        graphs: "GraphsOfStages | None" = None,
     ) -> None:
         self.program = program
         computations = [each for each in program.order if isinstance(each, Compute)]

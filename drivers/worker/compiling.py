@@ -9,7 +9,7 @@ its weights and without them, would run two graphs and keep more values from the
 import os
 from collections.abc import Iterable, Mapping
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.brief import brief
 from pippy.ir.run.stage_draws import draw_as_whole
+
+if TYPE_CHECKING:
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 GRAPHS = "graphs"  # as an option: stages run as graphs that are not compiled
 
@@ -40,7 +43,8 @@ def compile_options(given: Any) -> dict[str, Any] | str | None:
         return GRAPHS
     if not isinstance(given, Mapping):
         raise DriverError(
-            f"compile={brief(given)} is a {type(given).__name__}; give True, 'graphs', or a dict of options of torch.compile"
+            f"compile={brief(given)} is a {type(given).__name__}; give True, 'graphs', or a dict of options "
+            "of torch.compile"
         )
     options = dict(given)
     known = [name for name in signature(torch.compile).parameters if name != "model"]
@@ -59,6 +63,17 @@ def compile_options(given: Any) -> dict[str, Any] | str | None:
     return options
 
 
+def graphs_of_stages(options: Any) -> "GraphsOfStages | None":
+    """The graphs that stages run as with these options; None if they do not."""
+    if options != GRAPHS:
+        return None
+    from pippy.drivers.worker.compiled.stage_graphs import (
+        GraphsOfStages,
+    )  # slow to import: it records with fake tensors
+
+    return GraphsOfStages()
+
+
 def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
     """Set modules up to be compiled when they are first called.
 
@@ -67,10 +82,15 @@ def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) ->
     >>> module(torch.zeros(1, 1)).shape
     torch.Size([1, 1])
     """
-    if options.get("backend", "inductor") == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        from torch._inductor import config  # slow to import
-
-        config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
+    if options.get("backend", "inductor") == "inductor":
+        _share_the_cores()
     for module in modules:
         draw_as_whole(module)
         module.compile(**options)
+
+
+def _share_the_cores() -> None:
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config  # slow to import
+
+        config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time

@@ -35,8 +35,7 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
-from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
-from pippy.drivers.worker.compiling import GRAPHS, compile_modules
+from pippy.drivers.worker.compiling import compile_modules, graphs_of_stages
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
 from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
@@ -87,7 +86,7 @@ class DriverState:
         for module in self.modules.values():
             module.to(device)
         options = None if load.compile is None else unpickle(load.compile)
-        self.graphs = GraphsOfStages() if options == GRAPHS else None
+        self.graphs = graphs_of_stages(options)
         if options is not None and self.graphs is None:
             compile_modules(self.modules.values(), options)
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}

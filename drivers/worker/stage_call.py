@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from pippy.drivers.protocol.programs import filled
-from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.repeated_forward import RepeatedForward
@@ -18,6 +17,9 @@ from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
+
+if TYPE_CHECKING:
+    from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 
 Result = TypeVar("Result")
 
@@ -42,7 +44,7 @@ class StageCall:
     halves: bool = False
     repeated: RepeatedForward | None = None
     outside: Sequence[bool] = ()
-    graphs: StageGraphs | None = None
+    graphs: "StageGraphs | None" = None
 
     @cached_property
     def deferral(self) -> WeightDeferral:

@@ -68,10 +68,11 @@ class Joint:
     def effects(self) -> frozenset[fx.Node]:
         """The nodes of the forward that do something besides giving a value: they draw, or write a buffer."""
         memory = {storage_of(node) for node in self.held}
+        drawing = any(draws_or_seeds(node) and node.target is not seed_now for node in self.forward)
         return frozenset(
             node
             for node in self.forward
-            if draws_or_seeds(node) or memory & written_by(node) or node.target in _WRITERS
+            if (drawing and draws_or_seeds(node)) or memory & written_by(node) or node.target in _WRITERS
         )
 
     @cached_property
