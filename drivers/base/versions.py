@@ -29,13 +29,13 @@ def versions() -> Mapping[str, str]:
 
 def digests_of_files(paths: Iterable[Path]) -> dict[Path, str]:
     """What tells the texts of files apart."""
-    found = {}
+    digests = {}
     for path in paths:
         try:
-            found[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         except OSError:  # it is gone, and so are its readers
             continue
-    return found
+    return digests
 
 
 def digest_of(texts: Mapping[Any, str]) -> str:

@@ -78,11 +78,11 @@ class _DrawnAlike(TorchDispatchMode):
         names, dropped = _arguments_if_random(func)
         if not names:
             return func(*args, **kwargs)
-        given = {**dict(zip(names, args)), **kwargs}
+        by_name = {**dict(zip(names, args)), **kwargs}
         if dropped is not None:  # attention and recurrent layers, and their backwards
-            return func(**{**given, dropped: 0.0})
+            return func(**{**by_name, dropped: 0.0})
         left_out = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
-        return _drawn(func, given, {**left_out, **given})
+        return _drawn(func, by_name, {**left_out, **by_name})
 
 
 @cache
@@ -98,11 +98,11 @@ def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any
     name = name_of(func)
     if name in _DRAWN:
         return _DRAWN[name](every)
-    made = func(**given)  # its shape, dtype and device
+    result = func(**given)  # its shape, dtype and device
     middle = _MIDDLES.get(name.rstrip("_"), lambda given: 0.5)(every)
     if isinstance(middle, torch.Tensor):
-        return made.copy_(middle)
-    return made.fill_(middle if made.is_floating_point() or made.is_complex() else int(middle))
+        return result.copy_(middle)
+    return result.fill_(middle if result.is_floating_point() or result.is_complex() else int(middle))
 
 
 def _without_dropout(given: Mapping[str, Any]) -> Any:

@@ -40,9 +40,9 @@ class CountedOptimizer:
         return {
             worker: sum(
                 self.of({name: each for name, each in stages[stage].items() if name in names}, mode, unit)
-                for stage, names in own.items()
+                for stage, names in shares_of_stages.items()
             )
-            for worker, own in (self.shares or {}).items()
+            for worker, shares_of_stages in (self.shares or {}).items()
         }
 
 

@@ -92,36 +92,36 @@ def count_pipe(
         False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
     }
     with heard():
-        whole = lower(pipe, orders[trains])
+        lowered = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
         counted = _FakeRun(pipe, division, largest, device, trains)
-        passes = counted.run(whole)
+        passes = counted.run(lowered)
         by_halves: dict[str, _ComputationBytes] = {}
         if trains and halves:
             halved = _FakeRun(pipe, division, largest, device, trains)
             by_halves = halved.run(lower(pipe, in_halves(orders[True])))
-        found = [_stage(stage, counted, passes, stage in whole.program.backward) for stage in range(stages)]
+        by_stage = [_stage(stage, counted, passes, stage in lowered.program.backward) for stage in range(stages)]
         if by_halves:
-            found = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(found)]
-        named, given = counted.named(), (counted.mode, counted.live.unit)
-        whole_states = [each for each in optimizers if each.shares is None]
-        states = [sum(each.of(own, *given) for each in whole_states) for own in named]
-        found = [replace(each, optimizer=state) for each, state in zip(found, states)]
+            by_stage = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(by_stage)]
+        named, mode_and_unit = counted.named(), (counted.mode, counted.live.unit)
+        undivided = [each for each in optimizers if each.shares is None]
+        states = [sum(each.of(of_stage, *mode_and_unit) for each in undivided) for of_stage in named]
+        by_stage = [replace(each, optimizer=state) for each, state in zip(by_stage, states)]
         divided = Counter[int]()
         for each in optimizers:
-            divided.update(each.of_workers(named, *given))
+            divided.update(each.of_workers(named, *mode_and_unit))
     parameters = {group.name: group.copies[0][1] for group in counted.placed.replicated}
     replicated = {
         name: sum(part.nbytes for part in plain_parts(_tensor(counted.modules, place)))
         for name, place in parameters.items()
     }
     return PipeBytes(
-        tuple(found),
+        tuple(by_stage),
         counted.values,
         frozenset(counted.owned),
         frozenset(counted.copied),
-        tuple(_inputs(whole, division, counted)),
+        tuple(_inputs(lowered, division, counted)),
         device.type == "cpu",
         replicated,
         divided,
@@ -185,14 +185,14 @@ class _FakeRun:
 
     def named(self) -> list[dict[str, torch.Tensor]]:
         """The parameters of each stage by the user's names."""
-        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.placed.compiled.num_stages)]
+        by_stage: list[dict[str, torch.Tensor]] = [{} for _ in range(self.placed.compiled.num_stages)]
         for call, module in self.modules.items():
             index = stage_index(call)
-            own = found[self.placed.loss_stage if index is None else index]
+            of_stage = by_stage[self.placed.loss_stage if index is None else index]
             for name, parameter in module.named_parameters():
                 user = self.placed.compiled.remap_qualname(f"{call}.{name}")
-                own[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
-        return found
+                of_stage[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
+        return by_stage
 
     def run(self, lowered: Lowered) -> dict[str, _ComputationBytes]:
         """The bytes of each computation, by its text."""
@@ -218,7 +218,7 @@ class _FakeRun:
             return handle
 
         def watched(*operands: Any) -> None:
-            live, made = self.live, self._made_by(instruction)
+            live, names = self.live, self._made_by(instruction)
             buffers = Snapshot(dict(enumerate(self._buffers(instruction.stage))))
             before, seen = live.restart(), live.seen
             self._note_places(instruction, self._taken_by(instruction), "taken")
@@ -227,10 +227,10 @@ class _FakeRun:
             if instruction.op == Op.BACKWARD_WEIGHT:
                 left = self._held_of(instruction)
                 self.freed[instruction.stage] = {key: each for key, each in held.items() if key not in left}
-            self._note_places(instruction, made, "given")
+            self._note_places(instruction, names, "given")
             torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _ComputationBytes(live.most - before, live.bytes - before)
-            self._note_values(instruction, made, seen)
+            self._note_values(instruction, names, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
                 written = [buffers.tensors[each] for each in buffers.changed()]
@@ -272,22 +272,22 @@ class _FakeRun:
         of_stage = self.noted.setdefault((compute.stage, compute.microbatch), {})
         role = "input" if compute.op == Op.FORWARD and how == "taken" else "other"
         for name in names:
-            found = tensors(self.step.values.get((name, compute.microbatch)))
-            of_stage[role, name] = self.live.storages_of(found)
+            value = tensors(self.step.values.get((name, compute.microbatch)))
+            of_stage[role, name] = self.live.storages_of(value)
 
     def _held_of(self, compute: Compute) -> dict[tuple[str, str], _Storages]:
         """The noted values of a stage whose memory is all alive."""
         noted = self.noted.get((compute.stage, compute.microbatch), {})
         return {key: each for key, each in noted.items() if each and all(map(self.live.is_alive, each))}
 
-    def _note_values(self, compute: Compute, made: Sequence[str], seen: int) -> None:
-        for name in made:
-            found = list(tensors(self.step.values.get((name, compute.microbatch))))
-            self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in found)
-            keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
-            if found and self.live.newest_of(found) <= seen:
+    def _note_values(self, compute: Compute, names: Sequence[str], seen: int) -> None:
+        for name in names:
+            value_tensors = list(tensors(self.step.values.get((name, compute.microbatch))))
+            self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in value_tensors)
+            keys = {part.untyped_storage()._cdata for each in value_tensors for part in plain_parts(each)}
+            if value_tensors and self.live.newest_of(value_tensors) <= seen:
                 self.owned.add(name)
-            if any(as_leaf(each).untyped_storage()._cdata not in keys for each in found):
+            if any(as_leaf(each).untyped_storage()._cdata not in keys for each in value_tensors):
                 self.copied.add(name)
             key = name, compute.microbatch
             if key in self.step.values:
@@ -307,22 +307,22 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes], trains: bool) -> StageBytes:
     calls = counted._calls(stage)
-    own = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
+    state = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
     results = sum(
         counted.results.get(name, 0)
         for work in counted.executor.program.work.get(Pass("F", stage), ())
         for name in work.gives
         if name
     )
-    given = [edge.value for edge in counted.program.flow if edge.source == Pass("F", stage)]
-    outputs = sum(counted.values[name] for name in given if name not in counted.owned)
+    sent = [edge.value for edge in counted.program.flow if edge.source == Pass("F", stage)]
+    outputs = sum(counted.values[name] for name in sent if name not in counted.owned)
     forward = passes[f"F{stage}.1"]
     if not trains:
-        return StageBytes(counted.live.bytes_of(own), results=results, forward=forward.most)
+        return StageBytes(counted.live.bytes_of(state), results=results, forward=forward.most)
     first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
     gradients = counted.gradients[f"B{stage}"]
     return StageBytes(
-        parameters=counted.live.bytes_of(own),
+        parameters=counted.live.bytes_of(state),
         gradients=gradients,
         kept=forward.more - outputs,
         repeating=counted.repeating[stage],
@@ -334,21 +334,21 @@ def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes
 
 
 def _between_halves(
-    stage: int, found: StageBytes, counted: _FakeRun, halves: Mapping[str, _ComputationBytes]
+    stage: int, stage_bytes: StageBytes, counted: _FakeRun, halves: Mapping[str, _ComputationBytes]
 ) -> StageBytes:
     """The bytes of a stage, with those between the two halves of its backward."""
     if f"W{stage}.0" not in halves:
-        return found
+        return stage_bytes
     first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
     freed = counted.freed[stage]
     inputs, others = (frozenset(name for role, name in freed if role == which) for which in ("input", "other"))
     of_values = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*freed.values()))
     return replace(
-        found,
+        stage_bytes,
         deferred=-later.more - of_values,
         deferred_inputs=inputs,
         deferred_values=others,
-        early_gradients=found.gradients - (first.more - later.more),
+        early_gradients=stage_bytes.gradients - (first.more - later.more),
         backward_input=halves[f"I{stage}.1"].most,
         first_input=halves[f"I{stage}.0"].most,
         backward_weight=later.most,

@@ -87,8 +87,8 @@ class RemoteInterpreter:
 
     def _backward(self, node: fx.Node) -> Work:
         call: Any = node.kwargs["stage_output"]
-        given: Any = seeded(node.kwargs["output_grads"])
-        per_output = given if isinstance(given, (list, tuple)) and output_items(call) else [given]
+        output_grads: Any = seeded(node.kwargs["output_grads"])
+        per_output = output_grads if isinstance(output_grads, (list, tuple)) and output_items(call) else [output_grads]
         takes = tuple(self._gradient(each) for each in per_output)
         gives: list[str | None] = [None] * len(flat_inputs(call))
         silent = self._silent(flat_inputs(call))

@@ -87,12 +87,12 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
 
 def by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
     """What each pass computes. Without ``training`` there are no backwards."""
-    found: dict[Pass, tuple[Work, ...]] = {}
+    passes: dict[Pass, tuple[Work, ...]] = {}
     for each in work:
         if each.phase == "F" or training:
             key = Pass(each.phase, each.stage)  # type: ignore[arg-type]
-            found[key] = (*found.get(key, ()), each)
-    return found
+            passes[key] = (*passes.get(key, ()), each)
+    return passes
 
 
 def edges_between(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
@@ -103,7 +103,7 @@ def edges_between(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
         for name in dict.fromkeys(name for call in calls for name in taken(call)):
             if name in makers and makers[name] != key:
                 targets[name].append(key)
-    return (Edge(name, makers[name], tuple(found)) for name, found in targets.items() if found)
+    return (Edge(name, makers[name], tuple(takers)) for name, takers in targets.items() if takers)
 
 
 def _check_backward(schedule: Program, work: Mapping[Pass, tuple[Work, ...]]) -> None:

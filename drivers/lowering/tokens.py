@@ -40,11 +40,11 @@ class TokenGraph:
         by_stage = by_pass(flow, training=False)
         self.work = {key: _renamed(calls, {result: self.logits}) for key, calls in by_stage.items()}
         self._send_together()
-        made = {name for calls in self.work.values() for each in calls for name in each.gives}
+        made_by_stages = {name for calls in self.work.values() for each in calls for name in each.gives}
         self._first = [
             key.stage
             for key, calls in self.work.items()
-            if any(_IDS in each.takes for each in calls) or made.isdisjoint(calls[0].takes)
+            if any(_IDS in each.takes for each in calls) or made_by_stages.isdisjoint(calls[0].takes)
         ]
         self.told = {placement.worker_of[stage] for stage in self._first}
 

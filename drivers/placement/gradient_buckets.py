@@ -30,8 +30,8 @@ def gradient_buckets(parameters: Sequence[ReplicatedParameter], sizes: Mapping[s
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # for the same workers, the bytes that each of them adds up
     return tuple(
         GradientBucket(owner, bucket)
-        for (workers, _), own in by_stages.items()
-        for owner, parts in _divided(own, loads.setdefault(workers, dict.fromkeys(workers, 0))).items()
+        for (workers, _), sized in by_stages.items()
+        for owner, parts in _divided(sized, loads.setdefault(workers, dict.fromkeys(workers, 0))).items()
         for bucket in _filled(parts)
     )
 

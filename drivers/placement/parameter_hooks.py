@@ -41,11 +41,11 @@ class PlacedHooks:
 
         The objects that a hook holds may have changed, so it is pickled each time.
         """
-        own = {place: NamedHooks(self._name(place), hooks) for place, hooks in self._hooked().items()}
-        if own or self._now:
-            found = {worker: self._of_worker(worker, own) for worker in self.placed.workers}
-            if found.keys() != self._now.keys() or not all(each.is_like(self._now[at]) for at, each in found.items()):
-                self._now = found
+        hooks_by_place = {place: NamedHooks(self._name(place), hooks) for place, hooks in self._hooked().items()}
+        if hooks_by_place or self._now:
+            told = {worker: self._of_worker(worker, hooks_by_place) for worker in self.placed.workers}
+            if told.keys() != self._now.keys() or not all(each.is_like(self._now[at]) for at, each in told.items()):
+                self._now = told
         return self._now
 
     def of_copies(self, hooks: Mapping[int, WorkerHooks]) -> bool:

@@ -163,12 +163,12 @@ class PlacedPipe:
 
     def returns(self, values: Mapping[fx.Node, Any]) -> dict[int, dict[str, Any]]:
         """Sort ``values`` by the worker that makes each: by its rank, then by name."""
-        found: dict[int, dict[str, Any]] = {worker: {} for worker in self.workers}
+        by_worker: dict[int, dict[str, Any]] = {worker: {} for worker in self.workers}
         for call, node in self.nodes.items():
             for value in outputs_of(node):
                 for worker in self.workers_of(call) if value in values else ():
-                    found[worker][self.value_names[value]] = values[value]
-        return found
+                    by_worker[worker][self.value_names[value]] = values[value]
+        return by_worker
 
     def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
         """The worker and location of each copy of a parameter or buffer of the user's, those of the first replica first.
@@ -191,16 +191,16 @@ class PlacedPipe:
 
     def owned_by_stage(self) -> dict[int, dict[int, frozenset[str]]]:
         """The names of the parameters whose gradients each worker adds up, by worker and stage."""
-        found: dict[int, dict[int, set[str]]] = {worker: {} for worker in self.workers}
+        by_worker: dict[int, dict[int, set[str]]] = {worker: {} for worker in self.workers}
         for bucket in self.buckets:
             for each in bucket.parameters:
                 for worker, place in each.copies:
                     if worker == bucket.owner:
                         index = stage_index(place.call)
                         stage = self.loss_stage if index is None else index
-                        found[worker].setdefault(stage, set()).add(each.name)
+                        by_worker[worker].setdefault(stage, set()).add(each.name)
         return {
-            worker: {stage: frozenset(names) for stage, names in stages.items()} for worker, stages in found.items()
+            worker: {stage: frozenset(names) for stage, names in stages.items()} for worker, stages in by_worker.items()
         }
 
     def first_locations(self, names: Iterable[str], owned: bool = False) -> dict[int, dict[str, TensorLocation]]:

@@ -87,12 +87,12 @@ class WorkerRecord:
 
     def spans(self) -> list[tuple[float, float]]:
         """When each instruction began and ended, by its number."""
-        found = [(0.0, 0.0)] * len(self.ends)
+        spans = [(0.0, 0.0)] * len(self.ends)
         start = self.started
         for at in sorted(range(len(self.ends)), key=self.ends.__getitem__):
-            found[at] = start, self.ends[at]
+            spans[at] = start, self.ends[at]
             start = self.ends[at]
-        return found
+        return spans
 
     def shifted(self, by: float) -> "WorkerRecord":
         """The same times on a clock that is ``by`` seconds ahead."""

@@ -18,7 +18,7 @@ class NonFiniteGradients:
         self.placed, self.parameters = placed, tuple(names)
         self.steps = self._all_dropped = 0
         self._dropped: dict[str, int] = {}
-        self._found: set[str] = set()
+        self._names: set[str] = set()
 
     def step(self, accept: AcceptAnswers) -> AcceptAnswers:
         """A step with a scaled loss is posted. Returns what accepts its answers, ``accept`` first."""
@@ -27,7 +27,7 @@ class NonFiniteGradients:
 
         def accept_and_note(answers: Mapping[int, StepResult]) -> None:
             accept(answers)
-            self._found.update(name for name in self._named(answers) if self._dropped_at(name) < number)
+            self._names.update(name for name in self._named(answers) if self._dropped_at(name) < number)
 
         return accept_and_note
 
@@ -43,13 +43,13 @@ class NonFiniteGradients:
         """All gradients are dropped."""
         self._all_dropped = self.steps
         self._dropped.clear()
-        self._found.clear()
+        self._names.clear()
 
     def drop(self, names: Iterable[str]) -> None:
         """The gradients of some parameters are dropped."""
         dropped = dict.fromkeys(names, self.steps)
         self._dropped.update(dropped)
-        self._found -= dropped.keys()
+        self._names -= dropped.keys()
 
     def stepped(self, names: Iterable[str]) -> bool:
         """Whether a step with a scaled loss was posted since the gradients of these parameters were dropped."""
@@ -57,4 +57,4 @@ class NonFiniteGradients:
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of the parameters whose gradient is not finite. All steps must have been waited for."""
-        return self._found.intersection(names)
+        return self._names.intersection(names)

@@ -51,14 +51,14 @@ class Costs:
         require_cost("bandwidth", self.bandwidth)
         if self.bandwidth == 0:
             raise ArgumentError(f"bandwidth={beginning(self.bandwidth)} must be above zero")
-        given = {
+        costs = {
             name: per_stage(name, cost, program)
             for name in ("backward_input", "backward_weight", "backward", "forward", "recompute")
             if (cost := getattr(self, name)) is not None
         }
         sizes = per_edge("size", self.size, program)
         return ResolvedCosts(
-            {key: kind.cost(given.get) for key, kind in KINDS.items() if kind.cost},
+            {key: kind.cost(costs.get) for key, kind in KINDS.items() if kind.cost},
             per_edge("latency", self.latency, program),
             {value: size / self.bandwidth if size else 0 for value, size in sizes.items()},
         )
@@ -83,19 +83,19 @@ def per_stage(name: str, given: PerStage, program: Program) -> list[Number]:
             raise ArgumentError(
                 f"{name}={beginning(given)} has no cost for stage {missing[0]}; give one for each stage"
             )
-        found = [given[stage] for stage in range(program.stages)]
+        costs = [given[stage] for stage in range(program.stages)]
     elif isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != program.stages:
             raise ArgumentError(
                 f"{name}={beginning(given)} has {len(given)} costs for {program.stages} stages; give one for each"
             )
-        found = list(given)
+        costs = list(given)
     else:
         require_cost(name, given)
-        found = [given * program.placement.workers / program.stages] * program.stages
-    for cost in found:
+        costs = [given * program.placement.workers / program.stages] * program.stages
+    for cost in costs:
         require_cost(name, cost)
-    return found
+    return costs
 
 
 def per_edge(name: str, given: PerEdge, program: Program) -> dict[str, Number]:

@@ -250,13 +250,13 @@ class _Walk:
         self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
 
     def _last_takers(self) -> dict[MicrobatchValue, Instruction]:
-        found: dict[MicrobatchValue, Instruction] = {}
+        takers: dict[MicrobatchValue, Instruction] = {}
         for each in self.order:
             if isinstance(each, Compute) and each.op == Op.FORWARD:
-                for given in self.inputs.values():
-                    if each.stage in given.stages:
-                        found[given.name, each.microbatch] = each
-        return found
+                for value in self.inputs.values():
+                    if each.stage in value.stages:
+                        takers[value.name, each.microbatch] = each
+        return takers
 
     def run(self) -> HeldBytes:
         most, after, peak, at = [], [], self._held(0), 0

@@ -47,8 +47,8 @@ class Simulation(Drawn):
     peak_live: tuple[int, ...]
 
     def __repr__(self) -> str:
-        workers, whole = len(self.idle_parts), float(self.makespan) * len(self.idle_parts)
-        idle = f"{float(sum(self.idle)) / whole if whole else 0:.0%}".replace("%", " %")
+        workers, total = len(self.idle_parts), float(self.makespan) * len(self.idle_parts)
+        idle = f"{float(sum(self.idle)) / total if total else 0:.0%}".replace("%", " %")
         return (
             f"<Simulation: {workers} worker{'s' * (workers != 1)}, makespan {float(self.makespan):g}, idle {idle}, "
             f"at most {max(self.peak_live, default=0)} live>"

@@ -26,26 +26,26 @@ def ranges(numbers: tuple[int, ...]) -> list[str]:
     >>> ranges((0, 1, 3))
     ['0-1', '3']
     """
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
 
 
 def scan_checkpoints(scanner: Scanner, chunks: int) -> Checkpoints:
     """Read a stage and its micro-batches, of which there are ``chunks``."""
     stage = scanner.number("a stage number")
-    found: list[int] = []
+    microbatches: list[int] = []
     while scanner.accept(" "):
         first = last = scanner.number("a micro-batch number")
         if scanner.accept("-"):
             last = scanner.number("a micro-batch number")
         if last >= chunks:
             raise scanner.error(f"there is no micro-batch {last} of {chunks}")
-        found += range(first, last + 1)
-    if not found:
+        microbatches += range(first, last + 1)
+    if not microbatches:
         raise scanner.error("expected a micro-batch number")
-    return Checkpoints(stage, tuple(found))
+    return Checkpoints(stage, tuple(microbatches))

@@ -37,8 +37,8 @@ def sum_work(program: Program, each: GradientSum, worker: int) -> list[Instructi
         return [*received, Reduce(each.name), *(SendSum(each.name, other) for other in others)]
     if worker not in holders:
         return []
-    given = [SendGradients(each.name, each.owner)] if stages_with_gradients(program, each, worker) else []
-    return [*given, ReceiveSum(each.name, each.owner)]
+    sends = [SendGradients(each.name, each.owner)] if stages_with_gradients(program, each, worker) else []
+    return [*sends, ReceiveSum(each.name, each.owner)]
 
 
 def notes_work(program: Program, worker: int) -> list[Instruction]:

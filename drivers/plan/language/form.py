@@ -48,9 +48,9 @@ class Form:
 
     def _scan_parts(self, scanner: Scanner) -> list[str]:
         """The same part by part: the error says which part is wrong."""
-        found = []
+        texts = []
         for literal, pattern, what in self._parts:
             scanner.literal(literal)
-            found.append(scanner.take(pattern, what))
+            texts.append(scanner.take(pattern, what))
         scanner.end()
-        return found
+        return texts

@@ -69,10 +69,10 @@ class Program(Drawn):
             raise ArgumentError(
                 f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
             )
-        for what, given in (("orders", self.orders), ("memory", self.memory)):
-            if given is not None and len(given) != self.workers:
+        for what, by_worker in (("orders", self.orders), ("memory", self.memory)):
+            if by_worker is not None and len(by_worker) != self.workers:
                 raise ArgumentError(
-                    f"{what} of {len(given)} workers for placement {self.placement}"
+                    f"{what} of {len(by_worker)} workers for placement {self.placement}"
                     f"{f' and {self.replicas} replicas' * (self.replicas > 1)}; give one per worker"
                 )
         for limit in self.memory or ():

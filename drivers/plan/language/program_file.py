@@ -41,16 +41,16 @@ def parse_program(text: str) -> Program:
 
 def require_canonical(text: str, program: Program) -> None:
     """Refuse what is clear but not written the one way, such as stages out of order or a missing last newline."""
-    given = text.split("\n")
+    lines = text.split("\n")
     canonical = [*program.lines(), ""]
-    for number, (line, wanted) in enumerate(zip(given, canonical), start=1):
+    for number, (line, wanted) in enumerate(zip(lines, canonical), start=1):
         if line != wanted:
             column = next(
                 (i for i, pair in enumerate(zip(line, wanted)) if pair[0] != pair[1]), min(len(line), len(wanted))
             )
             raise ParseError(f"write this line as {wanted!r}, found {line!r}", number, column + 1)
-    if len(given) < len(canonical):
-        raise ParseError("the last line must end with a newline", len(given), len(given[-1]) + 1)
+    if len(lines) < len(canonical):
+        raise ParseError("the last line must end with a newline", len(lines), len(lines[-1]) + 1)
 
 
 class ProgramParser:
@@ -119,11 +119,11 @@ class ProgramParser:
 
     def size(self, name: str) -> int:
         scanner = self.field(f"{name} ")
-        found = scanner.number(f"how many {name}")
+        count = scanner.number(f"how many {name}")
         scanner.end()
-        if found < 1:
-            raise ParseError(f"{name} must be at least 1, found {found}", scanner.line, len(name) + 2)
-        return found
+        if count < 1:
+            raise ParseError(f"{name} must be at least 1, found {count}", scanner.line, len(name) + 2)
+        return count
 
     def placement(self, workers: int, replicas: int, stages: int) -> Placement:
         """The placement of the first replica."""
@@ -147,47 +147,47 @@ class ProgramParser:
     def backward(self, stages: int) -> tuple[int, ...]:
         scanner = self.field("backward ")
         if scanner.accept("all"):
-            found = tuple(range(stages))
+            numbers = tuple(range(stages))
         elif scanner.accept("none"):
-            found = ()
+            numbers = ()
         else:
-            found = scanner.numbers("a stage number, all or none")
-        self.finish(scanner, stages, found)
-        return tuple(sorted(set(found)))
+            numbers = scanner.numbers("a stage number, all or none")
+        self.finish(scanner, stages, numbers)
+        return tuple(sorted(set(numbers)))
 
     def memory(self, workers: int) -> tuple[int, ...] | None:
         scanner = self.field("memory ")
-        found = (
+        limits = (
             None if scanner.accept("unlimited") else scanner.numbers("a number of stage-micro-batches, or unlimited")
         )
         scanner.end()
-        if found is not None and len(found) != workers:
-            raise ParseError(f"expected {workers} limits, found {len(found)}", scanner.line, len("memory ") + 1)
-        return found
+        if limits is not None and len(limits) != workers:
+            raise ParseError(f"expected {workers} limits, found {len(limits)}", scanner.line, len("memory ") + 1)
+        return limits
 
     def checkpoints(self, stages: int, chunks: int, backward: Container[int]) -> tuple[Checkpoints, ...]:
-        found: list[Checkpoints] = []
+        checkpoints: list[Checkpoints] = []
         while self.upcoming("checkpoint "):
             scanner = self.field("checkpoint ")
             each = scan_checkpoints(scanner, chunks)
             self.finish(scanner, stages, [each.stage])
             if each.stage not in backward:
                 raise ParseError(f"stage {each.stage} has no backward", scanner.line, len("checkpoint ") + 1)
-            if found and each.stage <= found[-1].stage:
+            if checkpoints and each.stage <= checkpoints[-1].stage:
                 raise ParseError("name each stage once, in order", scanner.line, len("checkpoint ") + 1)
             if list(each.microbatches) != sorted(set(each.microbatches)):
                 raise ParseError("name each micro-batch once, in order", scanner.line, len("checkpoint ") + 1)
-            found.append(each)
-        return tuple(found)
+            checkpoints.append(each)
+        return tuple(checkpoints)
 
     def edges(self, stages: int) -> tuple[Edge, ...] | None:
         if self.upcoming("edge "):
-            found = []
+            edges = []
             while self.upcoming("edge "):
                 scanner = self.field("edge ")
-                found.append(scan_edge(scanner))
-                self.finish(scanner, stages, [end.stage for end in found[-1].ends])
-            return tuple(found)
+                edges.append(scan_edge(scanner))
+                self.finish(scanner, stages, [end.stage for end in edges[-1].ends])
+            return tuple(edges)
         scanner = self.field("edges ")
         linear = scanner.accept("chain")
         if not linear:
@@ -199,11 +199,11 @@ class ProgramParser:
         if not self.upcoming("notes "):
             return ()
         scanner = self.field("notes ")
-        found = scanner.numbers("a stage number")
-        self.finish(scanner, stages, found)
+        numbers = scanner.numbers("a stage number")
+        self.finish(scanner, stages, numbers)
         if replicas == 1:
             raise ParseError("the program has one replica; leave this line out", scanner.line, 1)
-        return tuple(sorted(set(found)))
+        return tuple(sorted(set(numbers)))
 
     def lowered(self) -> bool:
         scanner = self.field("communication ")

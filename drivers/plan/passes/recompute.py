@@ -42,13 +42,15 @@ def add_recompute(program: Program, checkpoint: Checkpoint) -> Program:
             f"{'its sends' if program.lowered else 'instructions R'}; leave "
             "checkpoint out to run it as it is, or give the program as make_schedule makes it"
         )
-    found = [Checkpoints(stage, chosen) for stage in program.backward if (chosen := chosen_of(program, stage, modes))]
-    if not found:
+    checkpoints = [
+        Checkpoints(stage, chosen) for stage in program.backward if (chosen := chosen_of(program, stage, modes))
+    ]
+    if not checkpoints:
         return program
-    again = {(each.stage, microbatch) for each in found for microbatch in each.microbatches}
+    again = {(each.stage, microbatch) for each in checkpoints for microbatch in each.microbatches}
     orders = tuple(tuple(with_recomputes(order, again)) for order in program.computations)
-    made = replace(program, orders=orders, checkpoints=tuple(found))
-    return made if made.memory is None else replace(made, memory=made.peak_live)
+    recomputing = replace(program, orders=orders, checkpoints=tuple(checkpoints))
+    return recomputing if recomputing.memory is None else replace(recomputing, memory=recomputing.peak_live)
 
 
 def modes_of(checkpoint: object, stages: int) -> list[str]:

@@ -73,10 +73,10 @@ def note_unmatched(
     faults: Faults,
 ) -> int:
     partners = Counter(key for key, _ in those)
-    found = 0
+    unmatched = 0
     for key, index in these:
         partners[key] -= 1
         if partners[key] < 0:
             faults.at(worker, index, message)
-            found += 1
-    return found
+            unmatched += 1
+    return unmatched

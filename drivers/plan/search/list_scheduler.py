@@ -130,8 +130,8 @@ def greedy(problem: SearchProblem, rule: Rule) -> tuple[Number, Orders]:
     """Always start the pass that can start first. Of those that can start at the same time, the rule chooses."""
     partial = PartialSchedule(problem, rule.memory_share)
     ranked = {worker: rank(partial, worker, rule) for worker in range(partial.workers)}
-    while found := min((best for best in ranked.values() if best), default=None):
-        start, _, _, worker, compute = found
+    while earliest := min((best for best in ranked.values() if best), default=None):
+        start, _, _, worker, compute = earliest
         for touched in {worker, *partial.add(worker, compute, start)}:
             ranked[touched] = rank(partial, touched, rule)
     return partial.bound, partial.orders
