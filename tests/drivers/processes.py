@@ -112,7 +112,6 @@ def listeners(processes):
 
 def listening(processes):
     """The sockets of every kind to which others could connect, of any of these processes, as rows of /proc/net."""
-    gc.collect()  # or one that is garbage of this process might be closed meanwhile
     return {row for pid in processes for row in _listening(pid)}
 
 

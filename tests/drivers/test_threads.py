@@ -171,8 +171,9 @@ def test_ctrl_c_while_another_thread_takes_the_results(threads):
     with ThreadPoolExecutor(1) as pool, slow_steps(threads):
         step = training.start(SLOW)
         waiting = pool.submit(step.result)
+        running = training.start()  # Ctrl-C before it was sent would give up nothing
         with within(1.0), pytest.raises(KeyboardInterrupt), interrupted(0.2):
-            training.start().result()
+            running.result()
         with pytest.raises(StepError, match="KeyboardInterrupt"):
             waiting.result(30)
     training.check()

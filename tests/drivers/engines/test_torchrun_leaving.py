@@ -45,12 +45,19 @@ def ended(monkeypatch):
     return run
 
 
-def test_what_the_script_does_after_its_cluster_takes_as_long_as_it_takes(ended):
+def test_what_the_script_does_after_its_cluster_takes_as_long_as_it_takes(ended, monkeypatch):
+    write, written = torchrun_worker.write_error_line, threading.Event()
+
+    def note(text):
+        write(text)
+        written.set()
+
     def script(worker):
+        monkeypatch.setattr(torchrun_worker, "write_error_line", note)
         worker.urgent(Leave(now=True))
         worker.run()
         worker.has_left()
-        thread = threading.Thread(target=time.sleep, args=(0.5,), name="uploads")
+        thread = threading.Thread(target=written.wait, args=(30,), name="uploads")
         thread.start()
         thread.join()
         raise SystemExit(7)

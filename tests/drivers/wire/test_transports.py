@@ -366,7 +366,7 @@ def test_one_way_does_not_wait_for_the_other():
     for number in range(300):
         assert transports[2].receive((0, number, 0), 1)[0] == number
     os.write(flushed, b"x")
-    serving.join(5)
+    serving.join(60)
     close(transports)
     assert transports[2].sent[0].values == 1 and (0, 0, 3) not in transports[0].received.values
     for fd in (flushing, flushed):
@@ -420,7 +420,7 @@ class Receiving:
             self.outcome = error
 
     def result(self):
-        self.thread.join(5)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the receive hangs"
         return self.outcome
 
