@@ -21,11 +21,11 @@ from pippy.ir.run.stage_draws import draw_as_whole
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
-GRAPHS = "graphs"  # as an option: stages run as graphs that are not compiled
+GRAPHS, INDUCTOR = "graphs", "inductor"  # as options: stages run as graphs, as they are or compiled
 
 
 def compile_options(given: Any) -> dict[str, Any] | str | None:
-    """The options of torch.compile, None if stages are not compiled, or `GRAPHS`.
+    """The options of torch.compile, None if stages are not compiled, or one of those words.
 
     >>> compile_options(True), compile_options(False)
     ({}, None)
@@ -39,11 +39,11 @@ def compile_options(given: Any) -> dict[str, Any] | str | None:
         return None
     if given is True:
         return {}
-    if given == GRAPHS:
-        return GRAPHS
+    if given in (GRAPHS, INDUCTOR):
+        return str(given)
     if not isinstance(given, Mapping):
         raise DriverError(
-            f"compile={brief(given)} is a {type(given).__name__}; give True, 'graphs', or a dict of options "
+            f"compile={brief(given)} is a {type(given).__name__}; give 'graphs', 'inductor', True, or a dict of options "
             "of torch.compile"
         )
     options = dict(given)
@@ -65,13 +65,15 @@ def compile_options(given: Any) -> dict[str, Any] | str | None:
 
 def graphs_of_stages(options: Any) -> "GraphsOfStages | None":
     """The graphs that stages run as with these options; None if they do not."""
-    if options != GRAPHS:
+    if options not in (GRAPHS, INDUCTOR):
         return None
-    from pippy.drivers.worker.compiled.stage_graphs import (
-        GraphsOfStages,
-    )  # slow to import: it records with fake tensors
+    from pippy.drivers.worker.compiled.inductor import Inductor  # slow to import: they record with fake tensors
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
-    return GraphsOfStages()
+    if options == GRAPHS:
+        return GraphsOfStages()
+    _share_the_cores()
+    return GraphsOfStages(Inductor())
 
 
 def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) -> None:

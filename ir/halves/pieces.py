@@ -14,12 +14,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.halves.joint import Joint
+from pippy.ir.halves.joint import Joint, draws_or_seeds
 from pippy.ir.halves.smallest_cut import smallest_cut
+
+# Operations that read no values of the tensors that they are given.
+_ONLY_SHAPES = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty_like", "empty", "empty_strided", "new_empty", "new_empty_strided", "rand_like", "randn_like")
+}
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,44 @@ class Pieces:
                 stack.extend(each for each in self.joint.before.get(node, ()) if each not in done)
         items = {user for node in need for user in node.users if user.target is operator.getitem}
         return need | items.difference(without)
+
+
+def without_draws(piece: Piece) -> tuple[fx.GraphModule, Piece] | None:
+    """A graph that draws all random numbers of a piece, and the piece that takes them behind its inputs. Both take a list.
+
+    None if what is drawn depends on more than shapes.
+    """
+    drawing, rest = fx.Graph(), fx.Graph()
+    drawn: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    nodes = list(piece.module.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    random = [node for node in nodes if draws_or_seeds(node)]
+    for node in random:
+        args = list(node.args)
+        if isinstance(node.args[0], fx.Node):
+            like = node.args[0].meta["val"]
+            packets = {getattr(each.target, "overloadpacket", None) for each in (node, node.args[0])}
+            if packets.isdisjoint(_ONLY_SHAPES) or len(node.all_input_nodes) > 1:
+                return None
+            options = {"dtype": like.dtype, "device": like.device}
+            args[0] = drawing.call_function(torch.ops.aten.empty_strided.default, (like.shape, like.stride()), options)
+        elif node.all_input_nodes:
+            return None
+        made = drawing.call_function(node.target, tuple(args), node.kwargs)
+        if "val" in node.meta:
+            drawn[node] = made
+    drawing.output(list(drawn.values()))
+    for node in (*inputs, *drawn):
+        copies[node] = rest.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        if node not in copies and node not in random:
+            copies[node] = rest.node_copy(node, copies.__getitem__)
+    for graph in (drawing, rest):
+        graph.set_codegen(_TakesAList())
+    taker = Piece(fx.GraphModule(piece.module, rest), [*piece.inputs, *drawn], piece.outputs)
+    return fx.GraphModule(piece.module, drawing), taker
 
 
 def _nodes(some: Iterable[fx.Node | None]) -> list[fx.Node]:

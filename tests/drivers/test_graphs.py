@@ -158,5 +158,5 @@ def test_a_step_that_fails_names_the_line_and_the_next_one_is_right(workers):
 
 def test_a_word_that_is_no_way_to_compile():
     pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss())
-    with pytest.raises(DriverError, match="give True, 'graphs', or a dict of options"):
+    with pytest.raises(DriverError, match="give 'graphs', 'inductor', True, or a dict"):
         PipelineDriver(pipe, compile="graph")

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.protocol.programs import filled
+from pippy.drivers.worker.compiled.inductor import Code, Inductor
 from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.errors import StageError
@@ -26,7 +27,7 @@ from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
-from pippy.ir.halves.pieces import Pieces
+from pippy.ir.halves.pieces import Piece, Pieces
 from pippy.ir.run.may_draw import Draws, module_draws
 from pippy.ir.run.stage_backward import gradient_pairs
 from pippy.ir.run.stage_run import StageRun, run_backward
@@ -34,20 +35,21 @@ from pippy.ir.run.stage_run import StageRun, run_backward
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
 _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
 
-_recording = threading.Lock()  # make_fx changes classes of torch while it records
+_recording = threading.RLock()  # make_fx changes classes of torch while it records
 
 
 class GraphsOfStages:
-    """The graphs of the stages of one driver on one worker, by the names of their calls."""
+    """The graphs of the stages of one driver on one worker, by the names of their calls. A ``compiler`` compiles them."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: Inductor | None = None) -> None:
+        self.compiler = compiler
         self.stages: dict[str, StageGraphs] = {}
 
     def of(self, name: str, module: nn.Module, template: Any) -> "StageGraphs":
         """The graphs of a stage, which all programs share."""
         made = self.stages.get(name)
         if made is None or made.template != template:
-            made = self.stages[name] = StageGraphs(name, module, template)
+            made = self.stages[name] = StageGraphs(name, module, template, self.compiler)
         return made
 
     def said(self, names: Iterable[str]) -> dict[str, str]:
@@ -71,8 +73,8 @@ class StageGraphs:
     tensor([[3., 3.]])
     """
 
-    def __init__(self, name: str, module: nn.Module, template: Any = None) -> None:
-        self.name, self.module, self.template = name, module, template
+    def __init__(self, name: str, module: nn.Module, template: Any = None, compiler: Inductor | None = None) -> None:
+        self.name, self.module, self.template, self.compiler = name, module, template, compiler
         self.forms: dict[Any, RecordedForm | str] = {}
         self._step: int | None = None
         self._flags: Any = None
@@ -92,7 +94,10 @@ class StageGraphs:
         """How it runs."""
         made = sum(isinstance(each, RecordedForm) for each in self.forms.values())
         reasons = list(dict.fromkeys(each for each in self.forms.values() if isinstance(each, str)))
-        said = [f"graphs for {count_with_noun(made, 'form')} of inputs"] if made else []
+        what = "graphs" if self.compiler is None else "compiled graphs"
+        said = [f"{what} for {count_with_noun(made, 'form')} of inputs"] if made else []
+        if self.compiler is not None:
+            said += [f"as graphs that are not compiled: {each}" for each in self.compiler.failures]
         said += [f"eager: it {each}" for each in reasons]
         return "; ".join(said) or "eager: it has not run with a backward"
 
@@ -177,6 +182,7 @@ class RecordedForm:
         self.args = map_tensors(fakes.of, list(args))
         self.held = [fakes.of(each) for each in graphs.held()]
         self.outputs = self._outputs()
+        self._codes: dict[int, Code] = {}
         # The gradients of outputs are most often laid out as these.
         self.cut = self._cut([_tangent(each) for each in tensors(self.outputs)], None)
         self.backwards: dict[Any, Pieces] = {
@@ -226,19 +232,26 @@ class RecordedForm:
         return Pieces(joint, [nodes[name] for name in kept])
 
     def run(self, args: Sequence[Any]) -> "tuple[Any, GraphRun]":
-        piece = self.cut.forward
-        with torch.no_grad():
-            values = piece.module([*self.graphs.held(), *tensors(args)])
+        values = self.call(self.cut.forward, [*self.graphs.held(), *tensors(args)])
         kept = values[len(self.cut.joint.outputs) :]
         items = iter(values)
         outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
         return outputs, GraphRun(self, kept)
 
+    def call(self, piece: Piece, values: list[torch.Tensor]) -> Sequence[Any]:
+        """Run a piece."""
+        code = self._codes.get(id(piece))
+        if code is None:
+            compiler = self.graphs.compiler
+            code = self._codes[id(piece)] = piece.module if compiler is None else compiler.code(piece)
+        with torch.no_grad():
+            return code(values)
+
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
         """The cut for gradients of outputs of a form."""
         key = self._tangent_key(tangents)
         if key not in self.backwards:
-            with _disable_current_modes():
+            with _recording, _disable_current_modes():
                 fakes = [None if each is None else self.fakes.of(each) for each in tangents]
                 self.backwards[key] = self._cut(fakes, [node.name for node in self.cut.kept])
         return self.backwards[key]
@@ -334,12 +347,11 @@ class GraphRun:
                 "new tensor there"
             )
 
-    def _run(self, piece: Any, values: dict[Any, torch.Tensor]) -> list[Any]:
+    def _run(self, piece: Piece, values: dict[Any, torch.Tensor]) -> list[Any]:
         held = dict(zip(self.cut.joint.held, self.form.graphs.held()))  # type: ignore[union-attr]
         given = [values[node] if node in values else held[node] for node in piece.inputs]
         values.clear()
-        with torch.no_grad():
-            return list(piece.module(given))
+        return list(self.form.call(piece, given))
 
     def _accumulate(self, gradients: Sequence[torch.Tensor | None]) -> None:
         held = self.form.graphs.held()

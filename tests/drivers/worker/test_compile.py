@@ -125,7 +125,7 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (7, "compile=7 is a int; give True, 'graphs', or a dict"),
+        (7, "compile=7 is a int; give 'graphs', 'inductor', True, or a dict"),
         ({"fast": True}, "'fast' is no option of torch.compile"),
         ({"backend": "no such"}, r"compile=\{'backend': 'no such'\}: torch.compile refuses it: InvalidBackend"),
         ({"mode": "no such"}, "torch.compile refuses it: RuntimeError"),

@@ -1,0 +1,196 @@
+"""Compiled pieces: the numbers of the stage to rounding, each piece compiled once, and a compiler that fails stops nothing."""
+
+import copy
+import shutil
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver, pipeline
+from pippy.drivers.worker.compiled.inductor import Inductor
+from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
+from pippy.ir.run.stage_backward import stage_backward
+from tests.drivers.test_driver import assert_bits
+
+
+def layers():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(16), nn.Linear(16, 8))
+
+
+class Interpreted:
+    """In place of an artifact: it runs the graph that it was made of, and is saved by its number."""
+
+    graphs: ClassVar[list[Any]] = []
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __call__(self, *values):
+        return self.graph(*values)
+
+    def save(self, path, format):
+        with open(path, "w") as file:
+            file.write(str(len(self.graphs)))
+        self.graphs.append(self.graph)
+
+    @classmethod
+    def load(cls, path, format):
+        with open(path) as file:
+            return cls(cls.graphs[int(file.read())])
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """An `Inductor` whose compiler only notes what it is given."""
+    compiled = []
+
+    def compile(graph, inputs, **options):
+        compiled.append(graph)
+        return Interpreted(graph)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile)
+    monkeypatch.setattr(torch._inductor, "CompiledArtifact", Interpreted)
+    made = Inductor(tmp_path)
+    made.given = compiled
+    return made
+
+
+def trained(stage, compiler, halves):
+    """The output, the gradient of the input and those of parameters."""
+    graphs = StageGraphs("stage", stage, compiler=compiler)
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(2)
+    output, run = graphs.forward([x])
+    if halves:
+        (gradient,) = run.backward_input(torch.ones(4, 8))
+        run.backward_weight()
+    else:
+        (gradient,) = run.backward(torch.ones(4, 8))
+    return [output.detach(), gradient, *(each.grad for each in stage.parameters())], graphs.said()
+
+
+def plainly(stage):
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(2)
+    output = stage(x)
+    stage_backward(output, torch.ones(4, 8), [x])
+    return [output.detach(), x.grad, *(each.grad for each in stage.parameters())]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_drawn_is_drawn_outside_of_compiled_code(compiler, halves):
+    stage = layers()
+    expected = plainly(copy.deepcopy(stage))
+    found, said = trained(stage, compiler, halves)
+    assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
+    assert compiler.compiled == len(compiler.given) == (3 if halves else 2)
+    targets = [str(node.target) for graph in compiler.given for node in graph.graph.nodes if node.op == "call_function"]
+    assert not any("bernoulli" in each for each in targets)
+
+
+def test_stages_that_are_alike_are_compiled_once_and_found_by_the_next_process(compiler, tmp_path):
+    for _ in range(3):
+        trained(layers(), compiler, halves=True)
+    assert (compiler.compiled, compiler.loaded) == (3, 0)
+    other = Inductor(tmp_path)
+    stage = layers()
+    expected = plainly(copy.deepcopy(stage))
+    assert all(map(torch.equal, expected, trained(stage, other, halves=True)[0]))
+    assert (other.compiled, other.loaded) == (0, 3)
+    trained(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), other, halves=True)
+    assert other.compiled == 3, "another stage"
+
+
+def test_pieces_with_other_constants_are_compiled_apart(compiler):
+    class Scaled(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.layer, self.factor = nn.Linear(8, 8), torch.full((8,), factor)
+
+        def forward(self, x):
+            return self.layer(x) * self.factor
+
+    for factor in (1.0, 2.0, 2.0):
+        stage = Scaled(factor)
+        assert torch.equal(trained(stage, compiler, halves=False)[0][0], plainly(copy.deepcopy(stage))[0])
+    assert compiler.compiled == 4
+
+
+def test_a_file_that_cannot_be_read_is_compiled_again(compiler, tmp_path):
+    trained(layers(), compiler, halves=False)
+    for path in tmp_path.iterdir():
+        if not path.name.endswith(".lock"):
+            path.write_text("half written")
+    other = Inductor(tmp_path)
+    trained(layers(), other, halves=False)
+    assert (other.compiled, other.loaded) == (2, 0) and other.failures == []
+
+
+@pytest.mark.parametrize("fails", ["the compiler", "the folder"])
+def test_what_cannot_be_compiled_runs_as_a_graph_and_says_why(monkeypatch, compiler, tmp_path, fails):
+    if fails == "the compiler":
+
+        def refuse(*_, **__):
+            raise RuntimeError("no working C++ compiler\nand a long trace")
+
+        monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
+    else:
+        shutil.rmtree(tmp_path)
+        tmp_path.write_text("a file")
+    stage = layers()
+    expected = plainly(copy.deepcopy(stage))
+    found, said = trained(stage, compiler, halves=True)
+    assert all(map(torch.equal, expected, found))
+    why = {"the compiler": "RuntimeError: no working C++ compiler", "the folder": "FileExistsError"}[fails]
+    assert said.startswith(f"compiled graphs for 1 form of inputs; as graphs that are not compiled: {why}")
+
+
+def test_random_numbers_that_depend_on_values_are_drawn_by_the_graph(compiler):
+    class Draws(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.bernoulli(x.detach().sigmoid())
+
+    stage = Draws(8, 8)
+    expected = plainly(copy.deepcopy(stage))
+    found, said = trained(stage, compiler, halves=False)
+    assert all(map(torch.equal, expected, found)) and said.endswith("draws random numbers that depend on values")
+
+
+def test_drivers_compile_their_stages(threads, compiler, monkeypatch, tmp_path):
+    """Equal stages on several workers are compiled once, and a second step compiles nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    pipe = pipeline(model, nn.MSELoss(), split=["1", "2", "3"])
+    x, target = torch.randn(12, 8), torch.randn(12, 8)
+    made = []
+    for compile in (False, "inductor"):
+        driver = PipelineDriver(pipe, threads, schedule="zb_h1", compile=compile, check=False)
+        made.append((driver.run(4, x, target), driver.gradients()))
+        driver.zero_grad()
+        driver.run(4, x, target)
+        said = driver.compiled
+        driver.close()
+    assert torch.equal(made[0][0], made[1][0])
+    assert_bits(made[1][1], made[0][1])
+    assert set(said.values()) == {"compiled graphs for 1 form of inputs"}
+    # All stages share F. The first one, whose input needs no gradient, has a W of its own; the others share I and W. The loss
+    # has F and I.
+    assert len(compiler.given) == 6
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_itself(tmp_path):
+    compiler = Inductor(tmp_path)
+    stage = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    expected = plainly(copy.deepcopy(stage))
+    found, _ = trained(stage, compiler, halves=False)
+    assert compiler.failures == [] and compiler.compiled == 2
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(one, other)
+    other = Inductor(tmp_path)
+    again, _ = trained(copy.deepcopy(stage), other, halves=False)
+    assert (other.compiled, other.loaded) == (0, 2) and all(map(torch.equal, found[:2], again[:2]))
