@@ -164,7 +164,10 @@ class Divider:
 
     def _check_pieces(self, pieces: Sequence[Any], path: str, what: str) -> None:
         if len(pieces) != self.chunks:
-            raise MicrobatchError(f"{what} {len(pieces)} values for {path}, and there are {self.chunks} micro-batches")
+            raise MicrobatchError(
+                f"{what} {len(pieces)} values for {path}, and there are {self.chunks} micro-batches; give one value for each "
+                "micro-batch"
+            )
         if self.mask:
             raise MicrobatchError(
                 f"{path} is given as MicroBatches, but with a mask every micro-batch is the whole mini-batch; give "

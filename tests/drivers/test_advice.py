@@ -97,6 +97,15 @@ def outputs(cluster, make, spec):
     driver.close()
 
 
+def sums(output, target):
+    return output + target.sum()
+
+
+def given_in_parts(cluster, model, chunks):
+    parts = MicroBatches(X.chunk(chunks))
+    same(cluster, parts, TARGET, model=model, chunks=chunks, plain=mse(model(X), TARGET))
+
+
 DRIVERS = [
     ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), same),
     (
@@ -145,6 +154,16 @@ DRIVERS = [
         "give at least 2, or True",
         lambda c: step(c, chunks=3, out_of_order=1),
         lambda c: [same(c, chunks=3, out_of_order=n) for n in (True, 2)],
+    ),
+    (
+        "leave single_loss out, so that each micro-batch has a loss",
+        lambda c: step(c, model=Gives(torch.sum), loss=sums, kind=PipelineDriverFillDrain, single_loss=True),
+        lambda c: same(c, model=Gives(torch.sum), loss=sums, kind=PipelineDriverFillDrain, loss_reduction="sum"),
+    ),
+    (
+        "give one value for each micro-batch",
+        lambda c: step(c, MicroBatches(X.split(2)), TARGET),
+        lambda c: given_in_parts(c, Chain(2), 3),
     ),
     (
         "detach it, or make it a parameter",
