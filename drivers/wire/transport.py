@@ -122,7 +122,7 @@ class Transport(ABC):
         return self.received.waiting_for
 
     def deliver(self, key: ValueKey, value: Any) -> None:
-        """Put in a value that came another way."""
+        """Take in a value that did not come over a connection."""
         self.received.deliver(key, value)
 
     def mark_lost(self, peer: int) -> None:

@@ -57,7 +57,10 @@ class RepeatedForward:
         self.known: _Known | None = None
 
     def first(self, inputs: tuple[Any, ...], outside: Sequence[bool], run: RunStage) -> tuple[Any, Kept | None]:
-        """Run the stage, and give its outputs, with what is kept: only inputs from ``outside``. None if that is not enough."""
+        """Run the stage. Gives its outputs, and what is kept to run it again.
+
+        Of inputs, only those from ``outside`` are kept. None if the stage cannot be run again from these.
+        """
         flags = [module.training for module in self.modules]
         known = self.known if self.known is not None and self.known.flags == flags else None
         own = tuple(map_leaves(lambda leaf: leaf, value) if is_own else None for value, is_own in zip(inputs, outside))

@@ -97,7 +97,7 @@ _number_of = cache(_hashed)  # of the names of operations, of which there are no
 
 
 def _mixed(number: int) -> int:
-    """A number each of whose bits depends on all bits of another: the CPU's generator takes the lower 32 only."""
+    """A number of which each bit depends on all bits of another. The CPU's generator takes only the lower 32 bits."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)

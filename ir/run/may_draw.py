@@ -127,7 +127,7 @@ def _operator_draws(operator: Any) -> Draws:
 
 
 def _name_draws(name: str) -> Draws:
-    """Those of what torch has by this name, if there is such a thing."""
+    """The draws of what torch has by this name; none if it has nothing by it."""
     return Draws.TORCHS if operations.draws(name) else Draws.NOTHING
 
 

@@ -89,8 +89,8 @@ def _check_leaves(values: Sequence[Any]) -> None:
     for value in values:
         if not (value.is_leaf if type(value) is torch.Tensor else all(tensor.is_leaf for tensor in tensors(value))):
             raise StageError(
-                "stage_backward was given an input that another stage's graph reaches through, so gradients would be counted "
-                "twice; call the Pipe, pipe(*args), not its split_gm"
+                "stage_backward was given an input that still has the autograd graph of another stage, so gradients would be "
+                "counted twice; call the Pipe, pipe(*args), not its split_gm"
             )
 
 

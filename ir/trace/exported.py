@@ -278,7 +278,7 @@ def _excerpt(node: fx.Node) -> str:
 
 @functools.cache
 def _kind(name: str) -> type:
-    """A class with the name of a module's, of which a program has the name alone."""
+    """A module class without content, in place of the module's own: a program has only its name."""
     return type(name.rpartition(".")[2], (nn.Module,), {})
 
 

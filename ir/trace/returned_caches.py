@@ -46,7 +46,11 @@ def cache_in(text: str) -> str | None:
 def calls_without_cache(
     model: nn.Module, example: Example | None, concrete_args: Mapping[str, Any] | None
 ) -> Iterator[Example | None]:
-    """The example, and after it the same without a cache if forward may take `use_cache`; or this at once if it does."""
+    """The examples to try, in order: usually the given one alone.
+
+    If forward names `use_cache` and the model makes a cache, it is the same with `use_cache=False` instead. If only
+    ``**kwargs`` may take `use_cache`, this comes after the given one.
+    """
     if example is None or _is_said(model, example, concrete_args or {}):
         yield example
         return

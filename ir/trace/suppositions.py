@@ -143,7 +143,7 @@ def _check_is_same(node: fx.Node, first: fx.Node, tracer: fx.Tracer) -> None:
 
 
 def origin(node: fx.Node, supposition: Supposition, values: Values) -> fx.Node:
-    """The node whose value a node gives once more, as far as is known, or supposed; the node itself if there is none."""
+    """The first node with the value of a node, as far as is known or supposed; the node itself if no other has it."""
     while (followed := _followed(node, supposition, values)) is not None:  # no recursion: a stage may be long
         node = followed
     if node.op == "placeholder":

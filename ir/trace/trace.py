@@ -105,7 +105,7 @@ def _trace_example(
 
 
 def _with_shared_memory(traced: Traced) -> Traced:
-    """A traced graph in which each node that changes memory stands where it must, and shares it with whom it does."""
+    """The traced graph with changes of memory where forward makes them, and with views for tensors that share memory."""
     write_early(traced)
     connect_views(traced)
     return traced

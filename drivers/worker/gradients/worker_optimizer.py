@@ -2,8 +2,8 @@
 
     gradient ──▶ .grad of the copy ──▶ step of torch's optimizer ──▶ the copy ──rounded──▶ the parameter
 
-A copy rounds to its parameter's value, and that holds what the copy adds to it. If something else has set the parameter, as
-`load_state_dict` of a driver does, the copy follows where it no longer rounds to it.
+A copy rounds to its parameter's value. If something else has set the parameter, as `load_state_dict` of a driver does, the copy
+takes its value where it no longer rounds to it.
 """
 
 import copy
