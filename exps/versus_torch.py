@@ -18,6 +18,8 @@ Finding:  two cores of a virtual machine, of torch 1F1B. medium (6 rounds): pipp
           Forwards computed again (medium, 7 rounds, --only "torch 1F1B" again "pippy 1f1b" --beside "pippy 1f1b"): of pippy's
           1f1b, "always" takes 1.29 (1.21–1.40), torch's 1F1B with torch.utils.checkpoint around its blocks 1.30 (1.24–1.38),
           "except_last" 1.15 (1.03–1.23), and torch's without 1.10 (1.06–1.17). The aim was 1.34.
+          Stages as graphs (small, 10 rounds, --only "torch 1F1B" "pippy 1f1b" "pippy zb_h1" "graphs pippy"): graphs zb_h1 0.94
+          (0.90–1.01), where zb_h1 with autograd's halves has 1.00 (0.95–1.09); graphs 1f1b 0.97 (0.93–1.03), 1f1b 0.96.
 """
 
 import argparse
@@ -54,12 +56,19 @@ def entries(keep_memory: bool) -> Entries:
     again[f"again {RIVAL}"] = partial(torch_peer.torch_peer, "1F1B", keep_memory=keep_memory, again=True)
     for mode in ("always", "except_last"):
         again[f"again pippy 1f1b {mode}"] = partial(pippy_peer.pippy_peer, "1f1b", checkpoint=mode)
+    # their stages run as graphs, or compiled piece by piece
+    compiled = {
+        f"{compile} pippy {name}": partial(pippy_peer.pippy_peer, name, compile=compile)
+        for compile in ("graphs", "inductor")
+        for name in ("1f1b", "zb_h1", "zb_v")
+    }
     return {
         "1b": partial(single.single, keep_memory=keep_memory),
         "bound": partial(single.bound, keep_memory=keep_memory),
         **torches,
         **pippys,
         **again,
+        **compiled,
     }
 
 

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ class Controller(Rank):
         pin: bool | None = True,
         replicas: int = 1,
         workers: int = WORKERS,
+        compile: bool | str = False,
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
@@ -69,7 +71,7 @@ class Controller(Rank):
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
             opened_cluster = opened.enter_context(cluster(workers * replicas, threads=1, pin=pin))
-            given = {"schedule": schedule, "checkpoint": checkpoint, "replicas": replicas}
+            given = {"schedule": schedule, "checkpoint": checkpoint, "replicas": replicas, "compile": compile}
             self._driver = PipelineDriver(pipe, opened_cluster, **given)  # type: ignore[arg-type]
             self._opened = opened.pop_all()
 
@@ -102,9 +104,10 @@ class PippyTeam(Team):
         super().close()
 
 
-def pippy_peer(schedule: str, size: gpt.Size, checkpoint: str = "never") -> PippyTeam:
+def pippy_peer(schedule: str, size: gpt.Size, checkpoint: str = "never", compile: bool | str = False) -> PippyTeam:
     """pippy with the schedule ``schedule`` of `SCHEDULES`."""
-    return PippyTeam(1, Controller, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size), checkpoint)
+    given = partial(Controller, compile=compile)
+    return PippyTeam(1, given, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size), checkpoint)
 
 
 def member(

@@ -41,7 +41,7 @@ class Piece:
     outputs: Sequence[fx.Node | None]
 
 
-class _TakesAList(CodeGen):
+class TakesAList(CodeGen):
     """Code whose function takes its values in one list."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: bool) -> str:
@@ -187,7 +187,7 @@ def without_draws(piece: Piece) -> tuple[fx.GraphModule, Piece] | None:
         if node not in copies and node not in random:
             copies[node] = rest.node_copy(node, copies.__getitem__)
     for graph in (drawing, rest):
-        graph.set_codegen(_TakesAList())
+        graph.set_codegen(TakesAList())
     taker = Piece(fx.GraphModule(piece.module, rest), [*piece.inputs, *drawn], piece.outputs)
     return fx.GraphModule(piece.module, drawing), taker
 
@@ -207,5 +207,5 @@ def _piece(
     for node in sorted(nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([None if each is None else copies[each] for each in outputs])
-    graph.set_codegen(_TakesAList())
+    graph.set_codegen(TakesAList())
     return Piece(fx.GraphModule(joint.module, graph), inputs, outputs)

@@ -28,6 +28,7 @@ from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
 from pippy.ir.halves.pieces import Piece, Pieces
+from pippy.ir.halves.quick_code import quick_code
 from pippy.ir.run.may_draw import Draws, module_draws
 from pippy.ir.run.stage_backward import gradient_pairs
 from pippy.ir.run.stage_run import StageRun, run_backward
@@ -243,7 +244,7 @@ class RecordedForm:
         code = self._codes.get(id(piece))
         if code is None:
             compiler = self.graphs.compiler
-            code = self._codes[id(piece)] = piece.module if compiler is None else compiler.code(piece)
+            code = self._codes[id(piece)] = quick_code(piece) if compiler is None else compiler.code(piece)
         with torch.no_grad():
             return code(values)
 

@@ -131,11 +131,28 @@ def _summed(queue: list[LayerCall]) -> Iterator[tuple[nn.Parameter, torch.Tensor
 
 
 def _add_to_grad(gradients: dict[nn.Parameter, torch.Tensor]) -> None:
-    """Let autograd add to `.grad`: it knows the layout that `.grad` must have, and calls the parameter's hooks."""
+    """Add to `.grad`. Autograd does it where there is none yet, whose layout it knows, and where a parameter has hooks."""
+    added = [parameter for parameter, gradient in gradients.items() if _is_added_to(parameter, gradient)]
+    totals = [each.grad for each in added if each.grad is not None]
+    if totals:
+        torch._foreach_add_(totals, tuple(gradients.pop(each) for each in added))
     if gradients:
         _engine_run_backward(
             tuple(gradients), tuple(gradients.values()), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+
+
+def _is_added_to(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+    """Whether autograd would only add a gradient to the one that is there: a tenth of its time is enough for that."""
+    own = parameter.grad
+    return (
+        own is not None
+        and own.layout is gradient.layout is torch.strided
+        and own.dtype is gradient.dtype
+        and not own.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
 
 
 class WeightDeferral:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from pippy.ir.base.errors import StageError
 from pippy.ir.halves.joint import FakeInputs, joint_graph, storage_of
 from pippy.ir.halves.pieces import Pieces
+from pippy.ir.halves.quick_code import quick_code
 from pippy.ir.halves.smallest_cut import value_bytes
 
 
@@ -87,3 +88,17 @@ def test_a_value_that_is_written_in_place_is_not_computed_again(layers):
     relu = next(node for node in joint.module.graph.nodes if "relu_" in str(node.target))
     assert not joint.repeats(relu) and relu in joint.touched
     assert storage_of(relu) in map(storage_of, Pieces(joint).kept), "what relu_ has written is read in the backward"
+
+
+def test_quick_code_computes_the_same_and_calls_torch_s_own_functions(layers):
+    joint, _ = layers
+    piece = Pieces(joint).backward
+    values = [torch.randn(node.meta["val"].shape) for node in piece.inputs]
+    code = quick_code(piece)
+    given = list(values)
+    with torch.no_grad():
+        for one, other in zip(piece.module(list(values)), code(given), strict=True):
+            assert one is other is None or torch.equal(one, other)
+    assert given == [], "a value is freed after it was read last"
+    targets = {node.target for node in code.__self__.graph.nodes}
+    assert torch.mm in targets and not targets & {torch.ops.aten.mm.default, torch.ops.aten.detach.default}
