@@ -24,7 +24,8 @@ from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.readable import count_with_noun, shortened
-from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors
+from pippy.ir.base.surroundings import Surroundings
+from pippy.ir.base.trees import children, describe, item_names, leaves, map_tensors, tensors
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
 from pippy.ir.halves.pieces import Piece, Pieces
@@ -122,7 +123,7 @@ class StageGraphs:
     def _recorded(self, inputs: Sequence[Any]) -> "RecordedForm | str":
         try:
             self._check()
-            with _recording, _disable_current_modes():  # such as one that counts memory
+            with self.recording():
                 return RecordedForm(self, inputs)
         except NotLowered as error:
             return str(error)
@@ -134,7 +135,8 @@ class StageGraphs:
     def _key(self, inputs: Sequence[Any], step: int | None) -> Any:
         if step is None or step != self._step:
             training = [each.training for each in self.module.modules()]
-            self._flags = (*training, *(each.requires_grad for each in self.held()), surroundings())
+            trained = [each.requires_grad for each in self.held()]
+            self._flags = (*training, *trained, torch.is_grad_enabled(), Surroundings.current())
             self._step = step
         return tuple([_form_of(each) for each in inputs]), self._flags
 
@@ -150,6 +152,19 @@ class StageGraphs:
             type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided for each in self.held()
         ):
             raise NotLowered("holds tensors of classes of their own")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, graphs are recorded. Raises if that changes the stage, which is then as before."""
+        before = Before(list(self.module.modules()), set())
+        try:
+            with _recording, _disable_current_modes():  # such as one that counts memory
+                yield
+        finally:
+            changes, written, _ = before.changes()
+            restore(changes)
+        if changes or written:
+            raise NotLowered(f"changes its attribute {changes[0].name}")
 
     @contextmanager
     def holding(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -193,6 +208,8 @@ class RecordedForm:
     def _outputs(self) -> Any:
         with self.fakes.mode:
             outputs = self._forward(self.held, list(tensors(self.args)))
+            # each an object of its own, also where the stage gives one tensor twice
+            outputs = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), outputs)
         for each in leaves(outputs):
             if isinstance(each, torch.Tensor):
                 if type(each).__name__ != "FakeTensor" or each.layout is not torch.strided:
@@ -204,22 +221,10 @@ class RecordedForm:
     def _forward(self, held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         graphs, items = self.graphs, iter(given)
         args = filled(graphs.template, map_tensors(lambda _: next(items), self.args))
-        modules = list(graphs.module.modules())
-        before = Before(modules, set())
-        try:
-            with graphs.holding(held):
-                try:
-                    with torch.set_grad_enabled(self.trains):
-                        outputs = nn.Module.__call__(graphs.module, *args)
-                    if any(now is not each for now, each in zip(graphs.held(), held)):
-                        raise NotLowered("puts another tensor in the place of a buffer")
-                finally:
-                    graphs._hold(held)
-        finally:
-            changes, written, _ = before.changes()
-            restore(changes)
-        if changes or written:
-            raise NotLowered(f"changes its attribute {changes[0].name}")
+        with graphs.holding(held), torch.set_grad_enabled(self.trains):
+            outputs = nn.Module.__call__(graphs.module, *args)
+            if any(now is not each for now, each in zip(graphs.held(), held)):
+                raise NotLowered("puts another tensor in the place of a buffer")
         return outputs
 
     def _cut(self, tangents: Sequence[torch.Tensor | None], kept: Sequence[str] | None) -> Pieces:
@@ -252,7 +257,7 @@ class RecordedForm:
         """The cut for gradients of outputs of a form."""
         key = self._tangent_key(tangents)
         if key not in self.backwards:
-            with _recording, _disable_current_modes():
+            with self.graphs.recording():
                 fakes = [None if each is None else self.fakes.of(each) for each in tangents]
                 self.backwards[key] = self._cut(fakes, [node.name for node in self.cut.kept])
         return self.backwards[key]
@@ -366,17 +371,6 @@ class GraphRun:
         return (None,) * len(self.form.args)
 
 
-def surroundings() -> Any:
-    """What a recorded graph depends on besides the stage and its inputs."""
-    return (
-        torch.is_grad_enabled(),
-        torch._C._is_any_autocast_enabled()
-        and [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")].__repr__(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 200)}"
 
@@ -387,7 +381,7 @@ def _form_of(value: Any) -> Any:
         return value.shape, strides, value.dtype, value.device, value.requires_grad, type(value)
     items = children(value)
     if items is not None:
-        return type(value), tuple(map(_form_of, items))
+        return type(value), tuple(item_names(value) or ()), tuple(map(_form_of, items))
     return type(value), value if isinstance(value, _CONSTANTS) else None
 
 

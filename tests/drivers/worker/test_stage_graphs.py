@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.base.errors import StageError
@@ -93,12 +94,24 @@ class Drops(nn.Module):
         return F.dropout(x, 0.2, self.training) + torch.rand_like(x)
 
 
+class Checkpointed(nn.Module):
+    """A part that torch.utils.checkpoint computes again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False) + x
+
+
 def floats(*shape):
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
 # A module, its inputs, and the gradients of its outputs.
 CASES = {
+    "checkpointed": (lambda: Checkpointed(), lambda: [floats(3, 8)], lambda: torch.randn(3, 8).double()),
     "attention": (lambda: Block(), lambda: [floats(2, 5, 8)], lambda: torch.randn(2, 5, 8).double()),
     "blocks": (
         lambda: nn.Sequential(Block(), Block()),
@@ -208,6 +221,40 @@ def replaces(module, y):
     return y
 
 
+class Twice(nn.Module):
+    """Gives one tensor twice, and reads a dict by its keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, pair):
+        y = self.one(pair["x"]) + self.two(pair["y"])
+        return y, y
+
+
+def test_one_tensor_given_twice_and_dicts_in_another_order():
+    stage = Twice()
+    plain, graphs = copy.deepcopy(stage), StageGraphs("stage", stage)
+    x, y, gradients = torch.randn(4, 8), torch.randn(4, 8), [torch.randn(4, 8), torch.randn(4, 8)]
+    for pair in ({"x": x, "y": y}, {"y": x, "x": y}):
+        expected = plain(pair)
+        stage_backward(expected, gradients, [])
+        outputs, run = graphs.forward([pair])
+        run.backward(gradients)
+        assert all(map(torch.equal, expected, outputs))
+        for one, other in zip(plain.parameters(), stage.parameters()):
+            assert torch.equal(one.grad, other.grad)
+    assert len(graphs.forms) == 2
+
+
+def notes_gradients(module, y):
+    """A hook that keeps the gradient: in a graph it would run once, and keep a tensor without data."""
+    if y.requires_grad:
+        y.register_hook(lambda gradient: setattr(module, "seen", gradient))
+    return y.tanh()
+
+
 class DrawsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -225,6 +272,7 @@ class Odd:
 REFUSED = {
     "changes its attribute count": counts,
     "changes its attribute kept": replaces,
+    "changes its attribute seen": notes_gradients,
     "gives a Odd": lambda module, y: (y, Odd()),
     "draws random numbers in its backward": lambda module, y: DrawsInBackward.apply(y),
     "asks for the values of tensors": lambda module, y: y if y.sum() > 0 else -y,
