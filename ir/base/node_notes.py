@@ -16,7 +16,7 @@ Nothing else reads or writes `node.meta` (tests/ir/test_node_notes.py). The node
     NAMED_DEVICE     an exported program         split
     DRAWS            `name_draws`                split
     STAGE            `make_plan`                 the passes that cut
-    EXPORTED_VALUE   torch.export                the front end of exported programs
+    FAKE_VALUE       torch.export, `make_fx`     the front end of exported programs, the pieces of stages
     STACK_TRACE      torch.export                the front end of exported programs
 """
 
@@ -76,7 +76,7 @@ IS_TENSOR = NodeNote[bool]("is_tensor", False)  # the value is a tensor, not a n
 NAMED_DEVICE = NodeNote[torch.device]("names_device")  # the device of the program, which is among the arguments
 DRAWS = NodeNote[tuple[str, bool]]("draws")  # its name as it draws random numbers, and whether it draws Python's too
 STAGE = NodeNote[int]("stage")  # the number of the stage that an operation is in
-EXPORTED_VALUE = NodeNote[Any]("val")  # a fake value
+FAKE_VALUE = NodeNote[Any]("val")  # a tensor without data
 STACK_TRACE = NodeNote[str | None]("stack_trace", None)  # as text, with all lines
 
 _PLACE: tuple[NodeNote[Any], ...] = (SOURCE, MODULE_PATH)

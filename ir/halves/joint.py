@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pippy.ir.base.errors import StageError
+from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves.smallest_cut import is_cheap, is_view
 from pippy.ir.run.keyed_draws import draw_key, drawing_with, seed_draws
 
@@ -171,7 +172,7 @@ def draws_or_seeds(node: fx.Node) -> bool:
 
 def storage_of(node: fx.Node) -> int | None:
     """What the nodes that share memory have in common; None for one that gives no tensor."""
-    value = node.meta.get("val")
+    value = FAKE_VALUE.get(node)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

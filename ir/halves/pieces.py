@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.graph import CodeGen
 
 from pippy.ir.base.errors import StageError
+from pippy.ir.base.node_notes import FAKE_VALUE, copy_notes
 from pippy.ir.halves.joint import Joint, draws_or_seeds
 from pippy.ir.halves.smallest_cut import smallest_cut
 
@@ -168,7 +169,7 @@ def without_draws(piece: Piece) -> tuple[fx.GraphModule, Piece] | None:
     for node in random:
         args = list(node.args)
         if isinstance(node.args[0], fx.Node):
-            like = node.args[0].meta["val"]
+            like = FAKE_VALUE.of(node.args[0])
             packets = {getattr(each.target, "overloadpacket", None) for each in (node, node.args[0])}
             if packets.isdisjoint(_ONLY_SHAPES) or len(node.all_input_nodes) > 1:
                 return None
@@ -177,12 +178,12 @@ def without_draws(piece: Piece) -> tuple[fx.GraphModule, Piece] | None:
         elif node.all_input_nodes:
             return None
         made = drawing.call_function(node.target, tuple(args), node.kwargs)
-        if "val" in node.meta:
+        if FAKE_VALUE.is_at(node):
             drawn[node] = made
     drawing.output(list(drawn.values()))
     for node in (*inputs, *drawn):
         copies[node] = rest.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copy_notes(copies[node], node)
     for node in nodes:
         if node not in copies and node not in random:
             copies[node] = rest.node_copy(node, copies.__getitem__)
@@ -203,7 +204,7 @@ def _piece(
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copy_notes(copies[node], node)
     for node in sorted(nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([None if each is None else copies[each] for each in outputs])

@@ -15,6 +15,8 @@ import networkx as nx
 import torch
 from torch import fx
 
+from pippy.ir.base.node_notes import FAKE_VALUE
+
 aten = torch.ops.aten
 
 # Pointwise operations that take no longer than to read their inputs and write their result.
@@ -49,7 +51,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 def value_bytes(node: fx.Node) -> int | None:
     """The bytes of a node's value; None if it is no tensor."""
-    value = node.meta.get("val")
+    value = FAKE_VALUE.get(node)
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else None
 
 

@@ -29,7 +29,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import EXPORTED_MARK, pipe_split
 from pippy.ir.base.node_notes import (
-    EXPORTED_VALUE,
+    FAKE_VALUE,
     IS_TENSOR,
     MODULE_CALLS,
     MODULE_PATH,
@@ -175,7 +175,7 @@ class _Run:
         stack = {call: (path, _kind(kind)) for call, (path, kind) in scopes if path}
         MODULE_CALLS.put(recorded, stack)
         MODULE_PATH.put(recorded, [*stack.values()][-1][0] if stack else "")
-        IS_TENSOR.put(recorded, isinstance(EXPORTED_VALUE.get(node), torch.Tensor))
+        IS_TENSOR.put(recorded, isinstance(FAKE_VALUE.get(node), torch.Tensor))
         device = self.forward.device
         if device is not None and device in _pytree.tree_leaves((node.args, node.kwargs)):
             NAMED_DEVICE.put(recorded, device)

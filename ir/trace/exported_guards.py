@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.modes import ModelModes
 from pippy.ir.base.names import named_state
-from pippy.ir.base.node_notes import EXPORTED_VALUE
+from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.call.guards import Condition, Guards
 from pippy.ir.call.kinds import ConstantKind, TensorKind, kind_of
 from pippy.ir.trace.arguments import Example, signature_of
@@ -55,7 +55,7 @@ def guards_of(model: ExportedModel) -> Guards:
 
 
 def _value_of(node: fx.Node, argument: object) -> Any:
-    return EXPORTED_VALUE.of(node) if EXPORTED_VALUE.is_at(node) else getattr(argument, "value", None)
+    return FAKE_VALUE.of(node) if FAKE_VALUE.is_at(node) else getattr(argument, "value", None)
 
 
 def exported_modes(model: ExportedModel) -> ModelModes:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import shortened
 from pippy.ir.halves.joint import draws_or_seeds
 from pippy.ir.halves.pieces import Piece, without_draws
@@ -75,7 +76,7 @@ class Inductor:
             graph = fx.GraphModule(piece.module, piece.module.graph)
             graph.graph.set_codegen(fx.graph.CodeGen())
             graph.recompile()
-            inputs: list[Any] = [_like(node.meta["val"]) for node in piece.inputs]
+            inputs: list[Any] = [_like(FAKE_VALUE.of(node)) for node in piece.inputs]
             artifact = torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs")
             self.compiled += 1
             own = path.with_name(f"{key}.{os.getpid()}")
@@ -107,11 +108,11 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 def _key(piece: Piece) -> str:
     """A name for all pieces that compute the same."""
-    forms = [(node.meta["val"].shape, node.meta["val"].stride(), node.meta["val"].dtype) for node in piece.inputs]
-    devices = [str(node.meta["val"].device) for node in piece.inputs]
+    values = [FAKE_VALUE.of(node) for node in piece.inputs]
+    forms = [(each.shape, each.stride(), each.dtype, str(each.device)) for each in values]
     constants = [_content(piece, node) for node in piece.module.graph.nodes if node.op == "get_attr"]
     told = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    text = f"{_text(piece.module.graph)}\n{forms}\n{devices}\n{constants}\n{told}"
+    text = f"{_text(piece.module.graph)}\n{forms}\n{constants}\n{told}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
