@@ -80,8 +80,10 @@ def forward_to_repeat(
         call.outside,
         lambda leaves: _run(step, call, microbatch, leaves, _args(step, call, microbatch, leaves)),
     )
-    if kept is not None:
-        key = call.name, microbatch
+    key = call.name, microbatch
+    if kept is None:
+        step.not_repeated[key] = outputs
+    else:
         step.kept[key] = kept
         del step.runs[key]
         outputs = cut(outputs)
@@ -100,7 +102,7 @@ def recompute(step: StepContext, calls: Sequence[tuple[StageCall, int, Sequence[
     for call, microbatch, takes, gives in calls:
         kept = step.kept.pop((call.name, microbatch), None)
         if kept is None:
-            outputs = step.runs[call.name, microbatch].outputs
+            outputs = step.not_repeated.pop((call.name, microbatch))
         else:
             assert call.repeated is not None
             outputs = call.repeated.again(

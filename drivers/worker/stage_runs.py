@@ -13,13 +13,11 @@ _PUT_OFF = StageRun((), ())  # the half W has neither inputs nor outputs
 
 
 class Run(Protocol):
-    """What a forward has left for the backward. ``outputs`` are those that the stage gave, and ``held`` is what is kept."""
+    """What a forward has left for the backward."""
 
     @property
-    def outputs(self) -> Any: ...
-
-    @property
-    def held(self) -> Any: ...
+    def held(self) -> Any:
+        """The inputs that it holds, and all else that it holds."""
 
     def backward(self, output_grads: Any) -> Sequence[Any]:
         """The whole backward. Gives the gradients of the inputs."""
@@ -40,10 +38,6 @@ class AutogradRun:
         self, name: str, module: nn.Module, outputs: Any, inputs: tuple[Any, ...], deferred: DeferredGradients | None
     ) -> None:
         self.name, self.module, self.run, self.deferred = name, module, StageRun(outputs, inputs), deferred
-
-    @property
-    def outputs(self) -> Any:
-        return self.run.outputs
 
     @property
     def held(self) -> Any:

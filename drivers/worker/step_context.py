@@ -60,6 +60,7 @@ class StepContext:
     for a micro-batch, from logits. Programs that make tokens run many times in one step: ``earlier`` is how many micro-batches
     the earlier runs had.
 
+    ``not_repeated`` has what those forwards gave that cannot be run again: what runs behind them again takes it from there.
     ``live`` is how many micro-batches the stages hold. ``casts`` says whether autocast is on.
     """
 
@@ -82,6 +83,7 @@ class StepContext:
     values: dict[Key, Any] = field(default_factory=dict)
     runs: dict[Key, Run] = field(default_factory=dict)
     kept: dict[Key, Kept] = field(default_factory=dict)
+    not_repeated: dict[Key, Any] = field(default_factory=dict)
     returned: dict[str, dict[int, Any]] = field(default_factory=dict)
     single: SingleLoss | None = None
     draw_keys: Mapping[int | None, DrawKey] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class StepContext:
 
     def drop(self) -> None:
         """Drop all values, also where a failure still holds the step."""
-        for each in (self.values, self.runs, self.kept, self.returned):
+        for each in (self.values, self.runs, self.kept, self.not_repeated, self.returned):
             each.clear()
         self.single = None
 

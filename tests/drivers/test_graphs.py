@@ -125,6 +125,37 @@ def test_under_autocast(cluster):
     assert_bits(other, state)
 
 
+class CountsLarge(nn.Module):
+    """Its forward writes a buffer for micro-batches of more than two rows only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.register_buffer("large", torch.zeros(()))
+
+    def forward(self, x):
+        if len(x) > 2:
+            self.large += 1
+        return self.layers[1](torch.tanh(self.layers[0](x))) * (self.large + 1)
+
+
+def test_a_forward_that_writes_more_than_the_first_one_did_keeps_its_graph(workers):
+    """It is not computed again, and the loss is: from what the forward gave."""
+    model = nn.Sequential(nn.Linear(8, 8), CountsLarge())
+    made = []
+    for compile in (False, "graphs"):
+        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["1"])
+        driver = PipelineDriver(pipe, workers, checkpoint="always", compile=compile, check=False)
+        for rows in (4, 8):
+            torch.manual_seed(rows)
+            loss = driver.run(2, torch.randn(rows, 8), torch.randn(rows, 8))
+        made.append((loss, driver.gradients(), driver.state_dict()))
+        driver.close()
+    assert torch.equal(made[0][0], made[1][0])
+    assert_bits(made[1][1], made[0][1])
+    assert_bits(made[1][2], made[0][2])
+
+
 class Strict(nn.Module):
     """An index that is too large fails."""
 

@@ -278,11 +278,6 @@ class GraphRun:
         self.cut: Pieces | None = None
 
     @property
-    def outputs(self) -> Any:
-        """Tensors without data in place of what the stage gave."""
-        return self.form.outputs
-
-    @property
     def held(self) -> Any:
         """What is kept of the inputs, and all that is kept."""
         given = set(self.form.cut.joint.given)
