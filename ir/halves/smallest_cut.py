@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from pippy.ir.base.node_notes import FAKE_VALUE
+from pippy.ir.base.trees import nbytes
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def is_cheap(node: fx.Node) -> bool:
 def value_bytes(node: fx.Node) -> int | None:
     """The bytes of a node's value; None if it is no tensor."""
     value = FAKE_VALUE.get(node)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else None
+    return nbytes(value) if isinstance(value, torch.Tensor) else None
 
 
 def smallest_cut(

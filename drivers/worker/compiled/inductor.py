@@ -4,8 +4,7 @@
                                                                         there:       it is loaded
                                                                         not there:   who has the lock compiles it and saves it
 
-The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CACHE_DIR sets. What cannot be compiled runs as a
-graph, and `failures` says why.
+The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CACHE_DIR sets.
 """
 
 import fcntl
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.base.errors import StageError
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import shortened
 from pippy.ir.halves.joint import draws_or_seeds
@@ -27,22 +27,24 @@ from pippy.ir.halves.pieces import Piece, without_draws
 Code = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 
+class NotCompiled(StageError):
+    """A piece that is not compiled, and why. It runs as a graph."""
+
+
 class Inductor:
     """Compiles pieces. ``compiled`` and ``loaded`` count those that it has compiled itself, and found in the folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self.made: dict[str, Code] = {}
-        self.failures: list[str] = []
+        self.made: dict[str, Code | NotCompiled] = {}
         self.compiled = self.loaded = 0
 
     def code(self, piece: Piece) -> Code:
-        """What runs a piece: compiled code, or its graph."""
+        """The compiled code of a piece. Raises `NotCompiled` if there is none."""
         if any(map(draws_or_seeds, piece.module.graph.nodes)):
             divided = without_draws(piece)
             if divided is None:
-                self._failed("a stage draws random numbers that depend on values")
-                return piece.module
+                raise NotCompiled("it draws random numbers that depend on values")
             draw, rest = divided
             code = self.code(rest)
             return lambda values: code([*values, *draw([])])
@@ -54,13 +56,16 @@ class Inductor:
                 self.made[key] = self._load_or_compile(piece, key)
             except Exception as error:  # of a compiler, a file system, or an artifact of another machine
                 first = str(error).strip().partition("\n")[0]
-                self._failed(f"{type(error).__name__}: {shortened(first, 200)}")
-                self.made[key] = piece.module
-        return self.made[key]
+                self.made[key] = NotCompiled(f"{type(error).__name__}: {shortened(first, 200)}")
+        made = self.made[key]
+        if isinstance(made, NotCompiled):
+            raise NotCompiled(str(made))
+        return made
 
-    def _failed(self, why: str) -> None:
-        if why not in self.failures:
-            self.failures.append(why)
+    @property
+    def failures(self) -> list[str]:
+        """Why pieces could not be compiled."""
+        return [str(each) for each in self.made.values() if isinstance(each, NotCompiled)]
 
     def _load_or_compile(self, piece: Piece, key: str) -> Code:
         artifact_class = torch._inductor.CompiledArtifact

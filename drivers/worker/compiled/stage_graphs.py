@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.protocol.programs import filled
-from pippy.drivers.worker.compiled.inductor import Code, Inductor
+from pippy.drivers.worker.compiled.inductor import Code, Inductor, NotCompiled
 from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.errors import StageError
@@ -78,6 +78,7 @@ class StageGraphs:
     def __init__(self, name: str, module: nn.Module, template: Any = None, compiler: Inductor | None = None) -> None:
         self.name, self.module, self.template, self.compiler = name, module, template, compiler
         self.forms: dict[Any, RecordedForm | str] = {}
+        self.not_compiled: list[str] = []  # why pieces are not
         self._step: int | None = None
         self._flags: Any = None
         places: dict[int, list[Place]] = {}
@@ -99,7 +100,7 @@ class StageGraphs:
         what = "graphs" if self.compiler is None else "compiled graphs"
         said = [f"{what} for {count_with_noun(made, 'form')} of inputs"] if made else []
         if self.compiler is not None:
-            said += [f"as graphs that are not compiled: {each}" for each in self.compiler.failures]
+            said += [f"as graphs that are not compiled: {each}" for each in dict.fromkeys(self.not_compiled)]
         said += [f"eager: it {each}" for each in reasons]
         return "; ".join(said) or "eager: it has not run with a backward"
 
@@ -115,6 +116,15 @@ class StageGraphs:
         if form is None:
             form = self.forms[key] = self._recorded(inputs)
         return form
+
+    def code(self, piece: Piece) -> Code:
+        """What runs a piece."""
+        if self.compiler is not None:
+            try:
+                return self.compiler.code(piece)
+            except NotCompiled as error:
+                self.not_compiled.append(str(error))
+        return quick_code(piece)
 
     def give_up(self, inputs: Sequence[Any], error: Exception) -> None:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
@@ -200,10 +210,9 @@ class RecordedForm:
         self.outputs = self._outputs()
         self._codes: dict[int, Code] = {}
         # The gradients of outputs are most often laid out as these.
-        self.cut = self._cut([_tangent(each) for each in tensors(self.outputs)], None)
-        self.backwards: dict[Any, Pieces] = {
-            self._tangent_key([_tangent(each) for each in tensors(self.outputs)]): self.cut
-        }
+        usual = [torch.empty_like(each) if each.requires_grad else None for each in tensors(self.outputs)]
+        self.cut = self._cut(usual, None)
+        self.backwards: dict[Any, Pieces] = {self._tangent_key(usual): self.cut}
 
     def _outputs(self) -> Any:
         with self.fakes.mode:
@@ -248,8 +257,7 @@ class RecordedForm:
         """Run a piece."""
         code = self._codes.get(id(piece))
         if code is None:
-            compiler = self.graphs.compiler
-            code = self._codes[id(piece)] = quick_code(piece) if compiler is None else compiler.code(piece)
+            code = self._codes[id(piece)] = self.graphs.code(piece)
         with torch.no_grad():
             return code(values)
 
@@ -315,10 +323,10 @@ class GraphRun:
             return self._none()
         cut = self.cut
         given = len(cut.joint.given)
-        made = cut.backward_input.outputs[given:]
-        results = self._run(cut.backward_input, dict(values))
-        values.update(zip(made, results[given:]))
-        self.handed = [values[node] for node in cut.handed]
+        handed: dict[Any, torch.Tensor] = {node: values[node] for node in cut.handed if node in values}
+        results = self._run(cut.backward_input, values)
+        handed.update(zip(cut.backward_input.outputs[given:], results[given:]))
+        self.handed = [handed[node] for node in cut.handed]
         self.versions = [each._version for each in self.handed]
         return self._of_inputs(results)
 
@@ -378,10 +386,6 @@ def _form_of(value: Any) -> Any:
     if items is not None:
         return type(value), tuple(item_names(value) or ()), tuple(map(_form_of, items))
     return type(value), value if isinstance(value, _CONSTANTS) else None
-
-
-def _tangent(output: torch.Tensor) -> torch.Tensor | None:
-    return torch.empty_like(output) if output.requires_grad else None
 
 
 def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
