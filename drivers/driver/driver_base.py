@@ -55,13 +55,13 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.passes.halves import has_halves
+from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.stages import AskCompiled
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
-from pippy.drivers.worker.compiling import compile_options
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
@@ -103,7 +103,7 @@ class PipelineDriverBase(ModelOnWorkers):
         loss_reduction: str | Callable[..., Any] | None = None,
         single_loss: bool = False,
         step_timeout: float | None = None,
-        compile: bool | str | Mapping[str, Any] | None = None,
+        compile: bool | str | Callable[..., Any] | Mapping[str, Any] | None = None,
         out_of_order: bool | int = False,
         checkpoint: str | Mapping[int, str] = "never",
         keyed_random: bool | int = True,
@@ -244,7 +244,7 @@ class PipelineDriverBase(ModelOnWorkers):
 
     @property
     def compiled(self) -> dict[str, str]:
-        """How each stage runs that was given ``compile="graphs"``: as graphs, or eagerly and why. Empty for other drivers.
+        """How each stage runs if the driver has ``compile=``: as graphs, or eagerly and why. Empty for other drivers.
 
         >>> from pippy import Pipe, PipelineDriver, local_cluster
         >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())

@@ -15,6 +15,7 @@ from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.plan.language.instructions import NOTES, Compute
 from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
@@ -31,15 +32,15 @@ from pippy.ir.run.shared_tensors import get_tensor
 class PlacedPipe:
     """A Pipe whose stages are placed on workers. ``ranks`` has the worker of the cluster for each stage.
 
-    ``compile`` has the options of torch.compile, if the stages are to be compiled. ``further`` has the ranks of each further
-    replica of the pipeline.
+    ``compile`` says how the stages are to be compiled, if they are. ``further`` has the ranks of each further replica of the
+    pipeline.
     """
 
     def __init__(
         self,
         compiled: Compiled,
         ranks: Sequence[int],
-        compile: Mapping[str, Any] | str | None = None,
+        compile: CompileOptions | None = None,
         further: Iterable[Sequence[int]] = (),
     ) -> None:
         self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile

@@ -14,7 +14,7 @@ class Load(NeedsPeers):
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
     read too. ``buckets`` have all parameters with copies. ``replicas`` says whether other workers hold the same stages, for
-    other replicas of the pipeline. ``compile`` has the options of torch.compile, or None if the stages are not compiled.
+    other replicas of the pipeline. ``compile`` says how the stages are compiled; it is None if they are not.
     """
 
     modules: Pickled

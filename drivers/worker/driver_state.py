@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from pippy.drivers.compare.alike import alike
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState
 from pippy.drivers.protocol.commands import Command
+from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
 from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated
 from pippy.drivers.protocol.gradients import (
@@ -35,7 +36,6 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
-from pippy.drivers.worker.compiling import compile_modules, graphs_of_stages
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
 from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
@@ -65,6 +65,9 @@ from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.shared_tensors import get_tensor
 
+if TYPE_CHECKING:
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
+
 
 class DriverState:
     """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command."""
@@ -85,10 +88,7 @@ class DriverState:
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
-        options = None if load.compile is None else unpickle(load.compile)
-        self.graphs = graphs_of_stages(options)
-        if options is not None and self.graphs is None:
-            compile_modules(self.modules.values(), options)
+        self.graphs = None if load.compile is None else _graphs(unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
         self.statistics = StepStatistics.of(self.modules, self.constant)
@@ -392,3 +392,9 @@ class DriverState:
                 self.running.run(step, [call])
             self.running = None
             return call.generated()
+
+
+def _graphs(options: CompileOptions) -> "GraphsOfStages":
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages  # slow to import: fake tensors
+
+    return GraphsOfStages(options)

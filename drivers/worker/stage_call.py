@@ -72,6 +72,8 @@ class StageCall:
                 made, failure = None, error
             if made is not None:
                 return made
+            if failure is None:
+                self.graphs.check_eager(inputs)
         if self.halves:
             with self.deferral.recording(inputs) as deferred:
                 outputs = self.run(args)
@@ -79,6 +81,7 @@ class StageCall:
             outputs, deferred = self.run(args), None
         if failure is not None and self.graphs is not None:
             self.graphs.give_up(inputs, failure)
+            self.graphs.check_eager(inputs)
         return outputs, AutogradRun(self.name, self.module, outputs, inputs, deferred)
 
     def run(self, inputs: Sequence[Any]) -> Any:

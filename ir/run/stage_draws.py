@@ -1,4 +1,4 @@
-"""What a stage draws random numbers from, and stages that are seeded once for all of a call: losses and compiled stages."""
+"""What a stage draws random numbers from, and stages that are seeded once for all of a call: losses."""
 
 from torch import fx, nn
 
@@ -7,10 +7,8 @@ from pippy.ir.run.may_draw import Draws, module_draws
 
 
 def drawn_as_whole(module: nn.Module) -> Draws:
-    """From which generators something draws that is seeded once, for all of a call: a loss, or a compiled stage."""
-    if isinstance(module, fx.GraphModule):
-        return module.meta.get("draws", Draws.NOTHING)
-    return module_draws(module)
+    """From which generators something draws that is seeded once, for all of a call: a loss."""
+    return Draws.NOTHING if isinstance(module, fx.GraphModule) else module_draws(module)
 
 
 def stage_draws(module: nn.Module) -> Draws:
@@ -20,17 +18,6 @@ def stage_draws(module: nn.Module) -> Draws:
     )
     nodes = [Draws.PYTHONS_TOO if node.kwargs.get("pythons") else Draws.TORCHS for node in seeding]
     return Draws.of([drawn_as_whole(module), *nodes])
-
-
-def draw_as_whole(module: nn.Module) -> None:
-    """Have a stage seeded once for all of a call: a compiler makes its own order of the operations."""
-    if not isinstance(module, fx.GraphModule) or (draws := stage_draws(module)) is Draws.NOTHING:
-        return
-    for function in (seed_draws, draw_key):
-        for node in module.graph.find_nodes(op="call_function", target=function):
-            module.graph.erase_node(node)
-    module.recompile()
-    module.meta["draws"] = draws
 
 
 def seed_whole(name: str, draws: Draws) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, pipeline
-from pippy.drivers.base.errors import DriverError, StepError
+from pippy import MultiUseParameterConfig, PipelineDriver, pipeline
+from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.specs import MicroBatches
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.call.signature import bind
@@ -185,9 +185,3 @@ def test_a_step_that_fails_names_the_line_and_the_next_one_is_right(workers):
     assert errors[0] == errors[1] and "IndexError" in errors[0]
     assert torch.equal(made[0][0], made[1][0])
     assert_bits(made[1][1], made[0][1])
-
-
-def test_a_word_that_is_no_way_to_compile():
-    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss())
-    with pytest.raises(DriverError, match="give 'graphs', 'inductor', True, or a dict"):
-        PipelineDriver(pipe, compile="graph")

@@ -338,15 +338,16 @@ def test_a_loss_that_draws(cluster, batch, single):
     assert len(set(losses(2))) == 2
 
 
-def test_a_compiled_stage_is_one_operation(cluster, batch):
-    def found(schedule, **options):
+def test_a_compiled_stage_draws_what_it_draws_without(cluster, batch):
+    def found(schedule, at="2", **options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8), nn.Dropout())
-        annotate_split_points(model, {"2": SplitPoint.BEGINNING})
-        compile = {"backend": "eager"}
-        return trained(cluster, pipeline(model, nn.MSELoss()), batch, schedule, compile=compile, **options)
+        annotate_split_points(model, {at: SplitPoint.BEGINNING})
+        return trained(cluster, pipeline(model, nn.MSELoss()), batch, schedule, **options)
 
-    assert_same(found("1f1b"), found("fill_drain", checkpoint="always"))
+    plain = found("1f1b")
+    assert_same(plain, found("fill_drain", checkpoint="always", compile="eager"))
+    assert_same(plain, found("zb_h1", at="1", compile="eager"))
 
 
 def test_a_process_that_is_a_scripts_keeps_its_random_numbers(threads, batch):

@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import filled
-from pippy.drivers.worker.compiled.inductor import Code, Inductor, NotCompiled
+from pippy.drivers.worker.compiled.backend import Code
+from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
 from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.errors import StageError
@@ -41,17 +43,19 @@ _recording = threading.RLock()  # make_fx changes classes of torch while it reco
 
 
 class GraphsOfStages:
-    """The graphs of the stages of one driver on one worker, by the names of their calls. A ``compiler`` compiles them."""
+    """The graphs of the stages of one driver on one worker, by the names of their calls."""
 
-    def __init__(self, compiler: Inductor | None = None) -> None:
-        self.compiler = compiler
+    def __init__(self, options: CompileOptions) -> None:
+        self.options, self.compiler = options, compiler_of(options)
         self.stages: dict[str, StageGraphs] = {}
 
     def of(self, name: str, module: nn.Module, template: Any) -> "StageGraphs":
         """The graphs of a stage, which all programs share."""
         made = self.stages.get(name)
         if made is None or made.template != template:
-            made = self.stages[name] = StageGraphs(name, module, template, self.compiler)
+            options = self.options
+            made = StageGraphs(name, module, template, self.compiler, options.fullgraph, options.limit)
+            self.stages[name] = made
         return made
 
     def said(self, names: Iterable[str]) -> dict[str, str]:
@@ -62,6 +66,9 @@ class GraphsOfStages:
 
 class StageGraphs:
     """The graphs of one stage, which is called with a ``template`` that its inputs fill.
+
+    A ``compiler`` compiles them. If they are ``required``, inputs that have none are an error. There are graphs for as many
+    forms of inputs as the ``limit`` says.
 
     >>> stage = nn.Linear(2, 1)
     >>> graphs = StageGraphs("stage", stage)
@@ -75,8 +82,17 @@ class StageGraphs:
     tensor([[3., 3.]])
     """
 
-    def __init__(self, name: str, module: nn.Module, template: Any = None, compiler: Inductor | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        template: Any = None,
+        compiler: PieceCompiler | None = None,
+        required: bool = False,
+        limit: int | None = None,
+    ) -> None:
         self.name, self.module, self.template, self.compiler = name, module, template, compiler
+        self.required, self.limit = required, limit
         self.forms: dict[Any, RecordedForm | str] = {}
         self.not_compiled: list[str] = []  # why pieces are not
         self._step: int | None = None
@@ -109,12 +125,23 @@ class StageGraphs:
         form = self.form(inputs, step)
         return None if isinstance(form, str) else form.run(inputs)
 
+    def check_eager(self, inputs: Sequence[Any]) -> None:
+        """Raise if a graph is required for these inputs, which have none."""
+        if self.required:
+            raise StageError(
+                f"{self.name} cannot run as a graph, which fullgraph=True of compile= asks for: it {self.form(inputs)}. What "
+                "to do: change that, or leave fullgraph=True out, and the stage runs eagerly"
+            )
+
     def form(self, inputs: Sequence[Any], step: int | None = None) -> "RecordedForm | str":
         """The graphs for inputs of this form, or why there are none. They are recorded if it comes for the first time."""
         key = self._key(inputs, step)
         form = self.forms.get(key)
         if form is None:
-            form = self.forms[key] = self._recorded(inputs)
+            recorded = sum(isinstance(each, RecordedForm) for each in self.forms.values())
+            full = self.limit is not None and recorded >= self.limit
+            form = f"is given inputs of more than {self.limit} forms" if full else self._recorded(inputs)
+            self.forms[key] = form
         return form
 
     def code(self, piece: Piece) -> Code:

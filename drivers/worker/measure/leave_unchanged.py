@@ -1,7 +1,7 @@
 """Runs modules and leaves what they change as it was: random states, buffers and attributes."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -38,9 +38,7 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
     numbered = dict(enumerate(held))
     before = Snapshot(numbered, copied=numbered)
     try:
-        compiled = any(each._compiled_call_impl for each in modules)
-        eager = torch.compiler.set_stance("force_eager") if compiled else ExitStack()
-        with untouched_random_state() if random else nullcontext(), eager:
+        with untouched_random_state() if random else nullcontext():
             yield
     finally:
         for each, attribute, buffers in attributes:

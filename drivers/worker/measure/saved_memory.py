@@ -1,8 +1,7 @@
 """Measures how many bytes a stage keeps from its forward for its backward, for the first micro-batch of a step.
 
 Counted are the tensors that autograd saves, and the inputs and outputs of the stage. Parameters and buffers do not count,
-because they are there anyway. A compiled stage is measured without torch.compile: the hooks that see saved tensors would
-compile it once more. Compiled, it mostly keeps less.
+because they are there anyway.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +50,7 @@ class SavedMemory:
 
         def measured(step: Any, *operands: Any) -> None:
             counter, before = ByteCounter(self.modules), set(step.runs)
-            with uncompiled(self.modules), counter.hooks():
+            with counter.hooks():
                 handle(step, *operands)
             inputs = ByteCounter(self.modules)
             for key, run in step.runs.items():
@@ -99,16 +98,3 @@ class ByteCounter:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-@contextmanager
-def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the modules run without torch.compile."""
-    compiled = [(module, module._compiled_call_impl) for module in modules]
-    try:
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, made in compiled:
-            module._compiled_call_impl = made

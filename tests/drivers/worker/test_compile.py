@@ -1,7 +1,6 @@
-"""Stages compiled by torch.compile: the numbers of the plain model, and nothing compiled twice."""
+"""``compile=``: what it takes, the numbers of the plain model, and nothing compiled twice."""
 
 import copy
-import shutil
 import time
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import PipelineDriver, pipeline
+from pippy import Pipe, PipelineDriver, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from tests.drivers.models import Chain
 
@@ -56,35 +55,89 @@ def check(driver, plain, x, target, chunks=4):
     ("schedule", "stages"), [("1f1b", 2), ("zb_h1", 2), ("interleaved_1f1b", 4), ("auto", 2)], ids=str
 )
 def test_numbers_are_the_plain_model_s_and_nothing_is_compiled_twice(cluster, noting, schedule, stages):
-    """Ten rows in four micro-batches: two sizes, so each stage is compiled for one, and once more for any."""
+    """Ten rows in four micro-batches: two sizes."""
     model = Chain(stages)
     plain, x, target = copy.deepcopy(model), torch.randn(10, 8), torch.randn(10, 8)
-    driver = PipelineDriver(
-        pipeline(model, nn.MSELoss()), cluster, schedule=schedule, world_size=2, compile={"backend": noting}
-    )
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), cluster, schedule=schedule, world_size=2, compile=noting)
     check(driver, plain, x, target)
     compiled = noting.count()
-    assert stages <= compiled <= 2 * (stages + 1)
     for _ in range(7):
         check(driver, plain, x, target)
-    assert noting.count() == compiled
-    assert (driver.choice is not None) == (schedule == "auto")
+    if schedule == "auto":
+        assert driver.choice is not None
+    else:
+        assert noting.count() == compiled
+        pieces = 3 if schedule == "zb_h1" else 2
+        assert 2 * pieces <= compiled <= 2 * pieces * (stages + 1)
     with torch.no_grad():
         expected = nn.functional.mse_loss(plain(x), target)
         torch.testing.assert_close(driver.run(4, x, target), expected)
+    assert set(driver.compiled.values()) == {"compiled graphs for 2 forms of inputs"}
     driver.close()
 
 
-def test_inductor(cluster):
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("inductor needs a C++ compiler, and there is none")
-    model = Chain(1)
+noted = []
+
+
+def notes_options(graph, inputs, **options):
+    noted.append(options)
+    return graph
+
+
+def test_the_names_of_backends_and_the_options_of_torch_compile(threads):
+    model = Chain(2)
     plain, x, target = copy.deepcopy(model), torch.randn(8, 8), torch.randn(8, 8)
-    with pytest.warns(match="one stage"):
-        pipe = pipeline(model, nn.MSELoss())
-    driver = PipelineDriver(pipe, cluster, compile=True)
-    for _ in range(2):
+    noted.clear()
+    for compile in (
+        "aot_eager",
+        {"backend": "eager", "fullgraph": True, "dynamic": False, "mode": "default"},
+        {"backend": notes_options, "options": {"fast-math": True}},
+        {"disable": True},
+    ):
+        driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads, compile=compile, check=False)
         check(driver, plain, x, target)
+        said = set(driver.compiled.values())
+        assert said == (set() if compile == {"disable": True} else {"compiled graphs for 1 form of inputs"})
+        driver.close()
+    assert noted and noted == [{"options": {"fast_math": True}}] * len(noted)
+
+
+def test_a_stage_has_so_many_forms_of_inputs_and_no_more(threads):
+    model = Chain(2)
+    plain = copy.deepcopy(model)
+    compile = {"backend": "graphs", "recompile_limit": 2}
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads, compile=compile, check=False)
+    for rows in (2, 4, 6, 8, 2):
+        check(driver, plain, torch.randn(rows, 8), torch.randn(rows, 8), 1)
+    said = "graphs for 2 forms of inputs; eager: it is given inputs of more than 2 forms"
+    assert driver.compiled["submod_1"] == said
+    driver.close()
+
+
+class Asks(nn.Module):
+    """Asks for the value of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if float(y.detach().sum()) > 1e9 else -y
+
+
+def test_fullgraph_asks_for_graphs(threads):
+    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Asks()), nn.MSELoss())
+    x = torch.randn(4, 8)
+    driver = PipelineDriver(pipe, threads, compile={"backend": "graphs", "fullgraph": True}, check=False)
+    with pytest.raises(
+        StepError, match=r"F1\.0(.|\n)*fullgraph=True of compile= asks for: it asks for the values of tensors"
+    ):
+        driver.run(2, x, x)
+    driver.close()
+    driver = PipelineDriver(pipe, threads, compile="graphs", check=False)
+    torch.testing.assert_close(driver.run(2, x, x), pipe(x, x).detach())
+    assert driver.compiled["submod_1"].startswith("eager: it asks for the values of tensors")
     driver.close()
 
 
@@ -125,7 +178,11 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (7, "compile=7 is a int; give 'graphs', 'inductor', True, or a dict"),
+        (7, "compile=7 is a int; give True, 'graphs', a backend of torch.compile or its name, or a dict"),
+        ("graph", "compile='graph'.*InvalidBackend.*did you mean 'graphs'"),
+        ({"dynamic": True}, "dynamic= is not for stages: .* leave it out"),
+        ({"options": {"use_aoti": True}}, "use_aoti= is not for stages: .* leave it out"),
+        ({"backend": "graphs", "mode": "max-autotune"}, "'graphs' compiles nothing, so it takes no mode="),
         ({"fast": True}, "'fast' is no option of torch.compile"),
         ({"backend": "no such"}, r"compile=\{'backend': 'no such'\}: torch.compile refuses it: InvalidBackend"),
         ({"mode": "no such"}, "torch.compile refuses it: RuntimeError"),

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
+from pippy.drivers.worker.compiled.backend import CalledBackend
 from pippy.drivers.worker.compiled.inductor import Inductor
+from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.run.stage_backward import stage_backward
 from tests.drivers.test_driver import assert_bits
@@ -44,17 +46,22 @@ class Interpreted:
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     """An `Inductor` whose compiler only notes what it is given."""
-    compiled = []
+    compiled, asked = [], []
 
     def compile(graph, inputs, **options):
         compiled.append(graph)
+        asked.append(options)
         return Interpreted(graph)
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", compile)
     monkeypatch.setattr(torch._inductor, "CompiledArtifact", Interpreted)
-    made = Inductor(tmp_path)
-    made.given = compiled
+    made = PieceCompiler(Inductor(folder=tmp_path))
+    made.given, made.asked = compiled, asked
     return made
+
+
+def counts(compiler):
+    return compiler.backend.compiled, compiler.backend.loaded
 
 
 def trained(stage, compiler, halves):
@@ -87,7 +94,7 @@ def test_what_is_drawn_is_drawn_outside_of_compiled_code(compiler, halves):
     expected = plainly(copy.deepcopy(stage))
     found, said = trained(stage, compiler, halves)
     assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
-    assert compiler.compiled == len(compiler.given) == (3 if halves else 2)
+    assert counts(compiler)[0] == len(compiler.given) == (3 if halves else 2)
     targets = [str(node.target) for graph in compiler.given for node in graph.graph.nodes if node.op == "call_function"]
     assert not any("bernoulli" in each for each in targets)
 
@@ -95,14 +102,41 @@ def test_what_is_drawn_is_drawn_outside_of_compiled_code(compiler, halves):
 def test_stages_that_are_alike_are_compiled_once_and_found_by_the_next_process(compiler, tmp_path):
     for _ in range(3):
         trained(layers(), compiler, halves=True)
-    assert (compiler.compiled, compiler.loaded) == (3, 0)
-    other = Inductor(tmp_path)
+    assert counts(compiler) == (3, 0)
+    other = PieceCompiler(Inductor(folder=tmp_path))
     stage = layers()
     expected = plainly(copy.deepcopy(stage))
     assert all(map(torch.equal, expected, trained(stage, other, halves=True)[0]))
-    assert (other.compiled, other.loaded) == (0, 3)
+    assert counts(other) == (0, 3)
     trained(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), other, halves=True)
-    assert other.compiled == 3, "another stage"
+    assert other.backend.compiled == 3, "another stage"
+
+
+def test_modes_and_options_are_inductors_and_their_pieces_are_kept_apart(compiler, tmp_path):
+    options = {"epilogue_fusion": False}
+    for given in ({}, {"mode": "max-autotune"}, {"options": options}, {"mode": "default"}):
+        other = PieceCompiler(Inductor(**given, folder=tmp_path))
+        trained(layers(), other, halves=False)
+        assert counts(other) == ((0, 2) if given.get("mode") == "default" else (2, 0))
+    asked = [each["options"]["config_patches"] for each in compiler.asked[::2]]
+    assert asked[0] == {} and asked[1]["max_autotune"] is True and asked[2] == options
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_other_backends_have_real_halves(backend):
+    stage = layers()
+    plain = plainly(copy.deepcopy(stage))
+    graphs = StageGraphs("stage", stage, compiler=PieceCompiler(CalledBackend(backend)))
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(2)
+    output, run = graphs.forward([x])
+    (gradient,) = run.backward_input(torch.ones(4, 8))
+    assert all(each.grad is None for each in stage.parameters())
+    run.backward_weight()
+    for one, other in zip(plain, [output, gradient, *(each.grad for each in stage.parameters())], strict=True):
+        torch.testing.assert_close(one, other.detach())
+    assert graphs.said() == "compiled graphs for 1 form of inputs"
 
 
 def test_pieces_with_other_constants_are_compiled_apart(compiler):
@@ -117,7 +151,7 @@ def test_pieces_with_other_constants_are_compiled_apart(compiler):
     for factor in (1.0, 2.0, 2.0):
         stage = Scaled(factor)
         assert torch.equal(trained(stage, compiler, halves=False)[0][0], plainly(copy.deepcopy(stage))[0])
-    assert compiler.compiled == 4
+    assert compiler.backend.compiled == 4
 
 
 def test_a_file_that_cannot_be_read_is_compiled_again(compiler, tmp_path):
@@ -125,9 +159,9 @@ def test_a_file_that_cannot_be_read_is_compiled_again(compiler, tmp_path):
     for path in tmp_path.iterdir():
         if not path.name.endswith(".lock"):
             path.write_text("half written")
-    other = Inductor(tmp_path)
+    other = PieceCompiler(Inductor(folder=tmp_path))
     trained(layers(), other, halves=False)
-    assert (other.compiled, other.loaded) == (2, 0) and other.failures == []
+    assert counts(other) == (2, 0) and other.failures == []
 
 
 @pytest.mark.parametrize("fails", ["the compiler", "the folder"])
@@ -167,7 +201,7 @@ def test_drivers_compile_their_stages(threads, compiler, monkeypatch, tmp_path):
     pipe = pipeline(model, nn.MSELoss(), split=["1", "2", "3"])
     x, target = torch.randn(12, 8), torch.randn(12, 8)
     made = []
-    for compile in (False, "inductor"):
+    for compile in (False, True):
         driver = PipelineDriver(pipe, threads, schedule="zb_h1", compile=compile, check=False)
         made.append((driver.run(4, x, target), driver.gradients()))
         driver.zero_grad()
@@ -184,13 +218,13 @@ def test_drivers_compile_their_stages(threads, compiler, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_itself(tmp_path):
-    compiler = Inductor(tmp_path)
+    compiler = PieceCompiler(Inductor(folder=tmp_path))
     stage = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     expected = plainly(copy.deepcopy(stage))
     found, _ = trained(stage, compiler, halves=False)
-    assert compiler.failures == [] and compiler.compiled == 2
+    assert compiler.failures == [] and compiler.backend.compiled == 2
     for one, other in zip(expected, found):
         torch.testing.assert_close(one, other)
-    other = Inductor(tmp_path)
+    other = PieceCompiler(Inductor(folder=tmp_path))
     again, _ = trained(copy.deepcopy(stage), other, halves=False)
-    assert (other.compiled, other.loaded) == (0, 2) and all(map(torch.equal, found[:2], again[:2]))
+    assert counts(other) == (0, 2) and all(map(torch.equal, found[:2], again[:2]))

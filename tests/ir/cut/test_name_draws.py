@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from pippy import DeferredBatchNorm, Pipe, SplitPoint, annotate_split_points, clear_split_points, keyed_random, pipeline
 from pippy.ir.run.keyed_draws import draw_key, seed_draws
-from pippy.ir.run.stage_draws import draw_as_whole, stage_draws
 
 
 def names(pipe):
@@ -157,13 +156,3 @@ def test_an_autograd_function_has_its_name():
         one = pipe(x)
     with keyed_random(1):
         assert torch.equal(pipe(x), one)
-
-
-def test_a_compiled_stage_is_seeded_as_a_whole():
-    stage = Pipe.from_sequential([nn.Dropout(), lambda x: x * torch.rand_like(x)]).stage(0)
-    before = stage_draws(stage)
-    draw_as_whole(stage)
-    assert stage_draws(stage) is before
-    assert [node.op for node in stage.graph.nodes] == ["placeholder", "call_module", "output"]
-    stage.compile(backend="aot_eager", fullgraph=True)
-    assert stage(torch.ones(8)).shape == (8,)
