@@ -76,7 +76,7 @@ def test_numbers_are_the_plain_model_s_and_nothing_is_compiled_twice(cluster, no
     driver.close()
 
 
-noted = []
+noted: list[dict[str, object]] = []
 
 
 def notes_options(graph, inputs, **options):
