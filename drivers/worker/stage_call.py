@@ -1,8 +1,9 @@
 """One call of a stage on a worker: it runs the module, and holds it to what must not change."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -64,40 +65,44 @@ class StageCall:
     def begin(self, inputs: tuple[Any, ...], args: Sequence[Any], step: int | None) -> tuple[Any, Run]:
         """Run the forward, in a step or to try it. Gives what it leaves for the backward, too. ``args`` are the inputs, or rows
         of them."""
-        failure: Exception | None = None
         if self.graphs is not None and args is inputs and step is not None:
-            try:
-                made = self._in_buffers(lambda inputs: self._run_graphs(inputs, step), inputs)
-            except Exception as error:  # it most often fails without graphs, too, and then says why
-                made, failure = None, error
-            if made is not None:
-                return made
-            if failure is None:
-                self.graphs.check_eager(inputs)
+            return self._begin_graphs(self.graphs, inputs, step)
+        return self._begin_eagerly(inputs, args)
+
+    def _begin_eagerly(self, inputs: tuple[Any, ...], args: Sequence[Any]) -> tuple[Any, Run]:
         if self.halves:
             with self.deferral.recording(inputs) as deferred:
                 outputs = self.run(args)
         else:
             outputs, deferred = self.run(args), None
-        if failure is not None and self.graphs is not None:
-            self.graphs.give_up(inputs, failure)
-            self.graphs.check_eager(inputs)
         return outputs, AutogradRun(self.name, self.module, outputs, inputs, deferred)
+
+    def _begin_graphs(self, graphs: "StageGraphs", inputs: tuple[Any, ...], step: int) -> tuple[Any, Run]:
+        try:
+            made = self._in_buffers(partial(self._run_graphs, graphs, step), inputs)
+        except Exception as error:  # it most often fails without graphs, too, and then says why
+            begun = self._begin_eagerly(inputs, inputs)
+            graphs.give_up(inputs, error)
+            graphs.check_eager(inputs)
+            return begun
+        if made is None:
+            graphs.check_eager(inputs)
+            return self._begin_eagerly(inputs, inputs)
+        return made
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run the forward."""
-        return self._in_buffers(self._run, inputs)
+        if self.buffers is not None and self.buffers.active:
+            return self._in_buffers(self._run, inputs)
+        return self._run(inputs)  # most often
 
     def _in_buffers(self, run: Callable[[Sequence[Any]], Result], inputs: Sequence[Any]) -> Result:
-        if self.buffers is not None and self.buffers.active:
-            with self.buffers.of(self.name):
-                return run(inputs)
-        return run(inputs)
+        with nullcontext() if self.buffers is None else self.buffers.of(self.name):
+            return run(inputs)
 
-    def _run_graphs(self, inputs: Sequence[Any], step: int) -> tuple[Any, Run] | None:
-        assert self.graphs is not None
+    def _run_graphs(self, graphs: "StageGraphs", step: int, inputs: Sequence[Any]) -> tuple[Any, Run] | None:
         seed_whole(self.name, self.drawn_as_whole)
-        made = self.graphs.forward(inputs, step)
+        made = graphs.forward(inputs, step)
         if made is None or not self.memory:
             return made
         outputs, run = made

@@ -28,7 +28,8 @@ EXPORTED_MARK = torch.ops.pippy_marks.pipe_split.default
 """What `pipe_split()` is in a program of `torch.export`."""
 fx.node.has_side_effect(EXPORTED_MARK)  # so that it stays, though nobody uses its result
 
-_on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
+ON_SPLIT: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
+"""What `pipe_split()` calls, in this thread."""
 
 
 class SplitPoint(Enum):
@@ -59,7 +60,7 @@ def pipe_split() -> None:
     """
     if torch.compiler.is_exporting():
         EXPORTED_MARK()
-    elif (record := _on_split.get()) is not None:
+    elif (record := ON_SPLIT.get()) is not None:
         record()
 
 
@@ -72,10 +73,10 @@ class recording_splits:
         self._record = record
 
     def __enter__(self) -> None:
-        self._token = _on_split.set(self._record)
+        self._token = ON_SPLIT.set(self._record)
 
     def __exit__(self, *raised: object) -> None:
-        _on_split.reset(self._token)
+        ON_SPLIT.reset(self._token)
 
 
 @placing_words()

@@ -18,6 +18,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 class Snapshot(Generic[_Key]):
     """Tensors by their keys, with copies of those that are ``copied``. With ``compares``, these tell of changes, too.
 
+    The mapping is kept, and must stay as it is: it is not copied, as a snapshot is made for each computation.
+
     >>> x = torch.zeros(2)
     >>> snapshot = Snapshot({"x": x}, copied=["x"])
     >>> x += 1
@@ -31,18 +33,20 @@ class Snapshot(Generic[_Key]):
     def __init__(
         self, tensors: Mapping[_Key, torch.Tensor], copied: Collection[_Key] = (), compares: bool = False
     ) -> None:
-        self.tensors, self.compares = dict(tensors), compares
-        self.versions = _versions(self.tensors)
+        self.tensors, self.compares = tensors, compares
+        self.versions = _versions(tensors.values())
         self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied]))) if copied else {}
 
     def changed(self, now: Mapping[_Key, torch.Tensor] | None = None) -> list[_Key]:
         """The keys of the tensors that were changed since. Those that were replaced are others ``now``."""
-        if now is None and not self.compares and _versions(self.tensors) == self.versions:
+        if now is None and not self.compares and _versions(self.tensors.values()) == self.versions:
             return []  # soon, as it is asked after each computation
-        return [key for key, tensor in (self.tensors if now is None else now).items() if self._is_changed(key, tensor)]
+        before = dict(zip(self.tensors, self.versions))
+        tensors = (self.tensors if now is None else now).items()
+        return [key for key, tensor in tensors if self._is_changed(key, tensor, before.get(key))]
 
-    def _is_changed(self, key: _Key, tensor: torch.Tensor) -> bool:
-        if tensor is not self.tensors.get(key) or _versions({key: tensor})[key] != self.versions[key]:
+    def _is_changed(self, key: _Key, tensor: torch.Tensor, version: int | None) -> bool:
+        if tensor is not self.tensors.get(key) or _versions([tensor]) != [version]:
             return True
         is_compared = self.compares and key in self.copies and tensor.layout is torch.strided
         return is_compared and not torch.equal(tensor, self.copies[key])
@@ -60,12 +64,12 @@ def snapshot_of_buffers(buffers: Mapping[_Key, torch.Tensor]) -> Snapshot[_Key]:
     return Snapshot(buffers, copied, compares=True)
 
 
-def _versions(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, int]:
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
     """How often each tensor has been changed in place. Torch does not count that of those made in inference mode."""
     try:
-        return {key: tensor._version for key, tensor in tensors.items()}
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # to ask each tensor first takes longer
-        return {key: 0 if tensor.is_inference() else tensor._version for key, tensor in tensors.items()}
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

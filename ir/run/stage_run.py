@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.marks import recording_splits
+from pippy.ir.base.marks import ON_SPLIT
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, map_leaves
 from pippy.ir.run.changing_tensors import changed_since
@@ -63,12 +63,13 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
     """Call a stage. If it raises, raise a `StageError` that names the stage, its inputs and the user's line."""
     grad_mode = torch.is_grad_enabled()
+    before = ON_SPLIT.set(lambda: source.warn(_UNSEEN_MARK.format(name)))
     try:
-        with recording_splits(lambda: source.warn(_UNSEEN_MARK.format(name))):
-            return nn.Module.__call__(module, *args, **(kwargs or {}))  # GraphModule.__call__ drops the traceback
+        return nn.Module.__call__(module, *args, **(kwargs or {}))  # GraphModule.__call__ drops the traceback
     except Exception as error:
         raise StageError(_explained("forward", name, module, args, error)) from error
     finally:
+        ON_SPLIT.reset(before)
         if torch.is_grad_enabled() != grad_mode:  # the stage may have raised under torch.no_grad()
             torch.set_grad_enabled(grad_mode)
 
