@@ -84,7 +84,7 @@ class BoundProgram:
                 halves,
                 RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
                 self._outside(stages[name], name) if name in repeated else (),
-                graphs.of(name, modules[name], call.template) if graphs and name in with_backward else None,
+                graphs.of(name, modules[name], call.template) if graphs else None,
             )
             for name, call in program.calls.items()
         }

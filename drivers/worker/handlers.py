@@ -66,7 +66,8 @@ def forward(step: StepContext, call: StageCall, microbatch: int, takes: Sequence
     inputs = _inputs(step, call, takes)
     args = _args(step, call, microbatch, inputs)
     runs = step.trains and call.backward
-    _put(step, microbatch, gives, _run(step, call, microbatch, inputs, args) if runs else call.run(args))
+    outputs = _run(step, call, microbatch, inputs, args) if runs else call.run(args, _number(step))
+    _put(step, microbatch, gives, outputs)
 
 
 def forward_to_repeat(
@@ -137,8 +138,13 @@ def _args(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any
 
 def _run(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
     """Run a stage, and keep the run for its backward."""
-    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, None if step.tries else step.number)
+    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, _number(step))
     return outputs
+
+
+def _number(step: StepContext) -> int | None:
+    """The number of a step, by which stages know it; None if it is only tried."""
+    return None if step.tries else step.number
 
 
 def _put(step: StepContext, microbatch: int, gives: Sequence[Key], outputs: Any) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", Run, None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StageCall:
         """Run the forward, in a step or to try it. Gives what it leaves for the backward, too. ``args`` are the inputs, or rows
         of them."""
         if self.graphs is not None and args is inputs and step is not None:
-            return self._begin_graphs(self.graphs, inputs, step)
+            return self._by_graph(self.graphs, inputs, step, True, partial(self._begin_eagerly, inputs, inputs))
         return self._begin_eagerly(inputs, args)
 
     def _begin_eagerly(self, inputs: tuple[Any, ...], args: Sequence[Any]) -> tuple[Any, Run]:
@@ -77,32 +78,45 @@ class StageCall:
             outputs, deferred = self.run(args), None
         return outputs, AutogradRun(self.name, self.module, outputs, inputs, deferred)
 
-    def _begin_graphs(self, graphs: "StageGraphs", inputs: tuple[Any, ...], step: int) -> tuple[Any, Run]:
-        try:
-            made = self._in_buffers(partial(self._run_graphs, graphs, step), inputs)
-        except Exception as error:  # it most often fails without graphs, too, and then says why
-            begun = self._begin_eagerly(inputs, inputs)
-            graphs.give_up(inputs, error)
-            graphs.check_eager(inputs)
-            return begun
-        if made is None:
-            graphs.check_eager(inputs)
-            return self._begin_eagerly(inputs, inputs)
-        return made
-
-    def run(self, inputs: Sequence[Any]) -> Any:
-        """Run the forward."""
+    def run(self, inputs: Sequence[Any], step: int | None = None) -> Any:
+        """Run the forward, which no backward follows; in a step, as a graph."""
+        if self.graphs is not None and step is not None:
+            return self._by_graph(self.graphs, inputs, step, False, lambda: (self.run(inputs), None))[0]
         if self.buffers is not None and self.buffers.active:
             return self._in_buffers(self._run, inputs)
         return self._run(inputs)  # most often
+
+    def _by_graph(
+        self,
+        graphs: "StageGraphs",
+        inputs: Sequence[Any],
+        step: int,
+        backward: bool,
+        eagerly: Callable[[], tuple[Any, Kind]],
+    ) -> tuple[Any, Run | Kind]:
+        """Run the forward as a graph where there is one, and else eagerly."""
+        try:
+            made = self._in_buffers(partial(self._run_graph, graphs, step, backward), inputs)
+        except Exception as error:  # it most often fails without graphs, too, and then says why
+            done = eagerly()
+            graphs.give_up(inputs, backward, error)
+            graphs.check_eager(inputs, backward)
+            return done
+        if made is None:
+            graphs.check_eager(inputs, backward)
+            return eagerly()
+        return made
 
     def _in_buffers(self, run: Callable[[Sequence[Any]], Result], inputs: Sequence[Any]) -> Result:
         with nullcontext() if self.buffers is None else self.buffers.of(self.name):
             return run(inputs)
 
-    def _run_graphs(self, graphs: "StageGraphs", step: int, inputs: Sequence[Any]) -> tuple[Any, Run] | None:
+    def _run_graph(
+        self, graphs: "StageGraphs", step: int, backward: bool, inputs: Sequence[Any]
+    ) -> tuple[Any, Run] | None:
         seed_whole(self.name, self.drawn_as_whole)
-        made = graphs.forward(inputs, step)
+        with check_unchanged(self.name, self.module, self.constant) if self.constant else nullcontext():
+            made = graphs.forward(inputs, step, backward)
         if made is None or not self.memory:
             return made
         outputs, run = made

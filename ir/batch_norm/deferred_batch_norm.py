@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NARROW = (torch.float16, torch.bfloat16)
-Statistics = tuple[torch.Tensor | None, torch.Tensor | None]
-NoteStatistics = Callable[["DeferredBatchNorm", torch.Tensor], Statistics]
+NoteStatistics = Callable[["DeferredBatchNorm", int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,9 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     replaced: type[_BatchNorm] = nn.SyncBatchNorm  # whose dimensions an input must have: of that, two or more
-    note: NoteStatistics | None = None  # in a step of a driver
+    note: NoteStatistics | None = (
+        None  # in a step of a driver: takes the number of values, their mean and their variance
+    )
     noted: tuple[Noted, ...] = ()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -58,27 +59,17 @@ class DeferredBatchNorm(_BatchNorm):
         if self.note is None or not self.training or not self.track_running_stats or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
-        mean, variance = self.note(self, input)
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        is_wide = self.running_mean.dtype not in _NARROW
+        if is_wide:  # they are written by F.batch_norm
+            mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
+        else:
+            others = [dim for dim in range(input.dim()) if dim != 1]
+            with torch.no_grad():
+                variance, mean = torch.var_mean(input.detach().float(), others, correction=1)
+        # Noted before they are written: where torch.utils.checkpoint runs it again, autograd may leave in the midst of it.
+        self.note(self, input.numel() // max(1, input.shape[1]), mean, variance)
+        written = (mean, variance) if is_wide else (None, None)
+        return F.batch_norm(input, written[0], written[1], self.weight, self.bias, True, 1.0, self.eps)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         self.replaced._check_input_dim(self, input)
-
-
-def note(norm: DeferredBatchNorm, input: torch.Tensor, microbatch: int, turn: int) -> Statistics:
-    """Note a call. Gives the tensors that `F.batch_norm`, with a momentum of 1, is to write the mean and the variance into.
-
-    They are noted before they are written: in a part that `torch.utils.checkpoint` runs again, autograd may leave in the midst
-    of `F.batch_norm`. With statistics of 16 bits, they are computed here, and None is given.
-    """
-    like = norm.running_mean
-    assert like is not None
-    is_wide = like.dtype not in _NARROW
-    if is_wide:
-        mean, variance = torch.zeros_like(like), torch.zeros_like(like)
-    else:
-        others = [dim for dim in range(input.dim()) if dim != 1]
-        with torch.no_grad():
-            variance, mean = torch.var_mean(input.detach().float(), others, correction=1)
-    norm.noted = (*norm.noted, Noted(microbatch, turn, input.numel() // max(1, input.shape[1]), mean, variance))
-    return (mean, variance) if is_wide else (None, None)

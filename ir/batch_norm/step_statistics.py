@@ -3,18 +3,16 @@
 A step may fail on another worker after it has ended here. So what the statistics were is kept until the step is settled.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted, NoteStatistics, Statistics, note
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted
 from pippy.ir.run.given_inputs import check_unchanged
 
 
@@ -57,7 +55,7 @@ class StepStatistics:
     def step(self, number: int = 0) -> Iterator[None]:
         """A step of one mini-batch. If it succeeds, running statistics are updated at its end."""
         for norm in self.norms:
-            norm.note, norm.noted = self._uncompiled if "torch._dynamo" in sys.modules else self._noted, ()
+            norm.note, norm.noted = self._noted, ()
         try:
             yield
             for notes in self._others:
@@ -95,13 +93,8 @@ class StepStatistics:
                     tensor.copy_(before)
         self._updates = [each for each in self._updates if not first <= each.step <= last]
 
-    @cached_property
-    def _uncompiled(self) -> NoteStatistics:
-        """`_noted`, which no compiled graph takes in. To make it imports torch._dynamo, which is slow."""
-        return torch.compiler.disable(self._noted, reason=_REASON)
-
-    def _noted(self, norm: DeferredBatchNorm, input: torch.Tensor) -> Statistics:
-        return note(norm, input, self.microbatch, next(self._turns))
+    def _noted(self, norm: DeferredBatchNorm, values: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        norm.noted = (*norm.noted, Noted(self.microbatch, next(self._turns), values, mean, variance))
 
     def _update(self, number: int) -> None:
         calls = sorted((each for norm in self.norms for each in _calls(norm)), key=lambda call: call[1][0].turn)
@@ -112,9 +105,6 @@ class StepStatistics:
                 stack.enter_context(check_unchanged(name, self.stages[name], tensors))
             for norm, parts in calls:
                 _count(norm, parts)
-
-
-_REASON = "a DeferredBatchNorm notes the statistics of each micro-batch, which is no part of a graph: leave fullgraph=True out"
 
 
 def _calls(norm: DeferredBatchNorm) -> Iterator[tuple[DeferredBatchNorm, list[Noted]]]:

@@ -39,7 +39,12 @@ from pippy.ir.run.stage_run import StageRun, run_backward
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
 _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
 
+_NOT_RUN = "eager: no micro-batch of it has run"
+
 _recording = threading.RLock()  # make_fx changes classes of torch while it records
+
+
+Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
 
 
 class GraphsOfStages:
@@ -61,7 +66,7 @@ class GraphsOfStages:
     def said(self, names: Iterable[str]) -> dict[str, str]:
         """How each of these stages runs, and why if it has no graphs."""
         made = self.stages
-        return {name: made[name].said() if name in made else "eager: it has not run with a backward" for name in names}
+        return {name: made[name].said() if name in made else _NOT_RUN for name in names}
 
 
 class StageGraphs:
@@ -104,6 +109,7 @@ class StageGraphs:
                     if tensor is not None:
                         places.setdefault(id(tensor), []).append((held, key))
         self._where = list(places.values())
+        self.norms = [each for each in module.modules() if isinstance(each, DeferredBatchNorm)]
 
     def held(self) -> list[torch.Tensor]:
         """The parameters and buffers that the stage holds now."""
@@ -118,29 +124,35 @@ class StageGraphs:
         if self.compiler is not None:
             said += [f"as graphs that are not compiled: {each}" for each in dict.fromkeys(self.not_compiled)]
         said += [f"eager: it {each}" for each in reasons]
-        return "; ".join(said) or "eager: it has not run with a backward"
+        return "; ".join(said) or _NOT_RUN
 
-    def forward(self, inputs: Sequence[Any], step: int | None = None) -> "tuple[Any, GraphRun] | None":
-        """Run F. None if there is no such graph. In calls of one ``step``, the flags of modules and tensors are the same."""
-        form = self.form(inputs, step)
+    def forward(
+        self, inputs: Sequence[Any], step: int | None = None, backward: bool = True
+    ) -> "tuple[Any, GraphRun] | None":
+        """Run F. None if there is no such graph. In calls of one ``step``, the flags of modules and tensors are the same.
+
+        Without a ``backward``, nothing is kept for it.
+        """
+        form = self.form(inputs, step, backward)
         return None if isinstance(form, str) else form.run(inputs)
 
-    def check_eager(self, inputs: Sequence[Any]) -> None:
+    def check_eager(self, inputs: Sequence[Any], backward: bool) -> None:
         """Raise if a graph is required for these inputs, which have none."""
         if self.required:
             raise StageError(
-                f"{self.name} cannot run as a graph, which fullgraph=True of compile= asks for: it {self.form(inputs)}. What "
+                f"{self.name} cannot run as a graph, which fullgraph=True of compile= asks for: it "
+                f"{self.form(inputs, None, backward)}. What "
                 "to do: change that, or leave fullgraph=True out, and the stage runs eagerly"
             )
 
-    def form(self, inputs: Sequence[Any], step: int | None = None) -> "RecordedForm | str":
+    def form(self, inputs: Sequence[Any], step: int | None = None, backward: bool = True) -> "RecordedForm | str":
         """The graphs for inputs of this form, or why there are none. They are recorded if it comes for the first time."""
-        key = self._key(inputs, step)
+        key = self._key(inputs, step, backward)
         form = self.forms.get(key)
         if form is None:
             recorded = sum(isinstance(each, RecordedForm) for each in self.forms.values())
             full = self.limit is not None and recorded >= self.limit
-            form = f"is given inputs of more than {self.limit} forms" if full else self._recorded(inputs)
+            form = f"is given inputs of more than {self.limit} forms" if full else self._recorded(inputs, backward)
             self.forms[key] = form
         return form
 
@@ -153,15 +165,15 @@ class StageGraphs:
                 self.not_compiled.append(str(error))
         return quick_code(piece)
 
-    def give_up(self, inputs: Sequence[Any], error: Exception) -> None:
+    def give_up(self, inputs: Sequence[Any], backward: bool, error: Exception) -> None:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
-        self.forms[self._key(inputs, None)] = f"fails as graphs: {_reason(error)}"
+        self.forms[self._key(inputs, None, backward)] = f"fails as graphs: {_reason(error)}"
 
-    def _recorded(self, inputs: Sequence[Any]) -> "RecordedForm | str":
+    def _recorded(self, inputs: Sequence[Any], backward: bool) -> "RecordedForm | str":
         try:
             self._check()
             with self.recording():
-                return RecordedForm(self, inputs)
+                return RecordedForm(self, inputs, backward)
         except NotLowered as error:
             return str(error)
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
@@ -169,20 +181,19 @@ class StageGraphs:
         except Exception as error:  # of torch, or of what the stage does
             return f"cannot be recorded: {_reason(error)}"
 
-    def _key(self, inputs: Sequence[Any], step: int | None) -> Any:
+    def _key(self, inputs: Sequence[Any], step: int | None, backward: bool) -> Any:
         if step is None or step != self._step:
             training = [each.training for each in self.module.modules()]
             trained = [each.requires_grad for each in self.held()]
-            self._flags = (*training, *trained, torch.is_grad_enabled(), Surroundings.current())
+            noting = [each.note is not None for each in self.norms]
+            self._flags = (*training, *trained, *noting, torch.is_grad_enabled(), Surroundings.current())
             self._step = step
-        return tuple([_form_of(each) for each in inputs]), self._flags
+        return tuple([_form_of(each) for each in inputs]), self._flags, backward
 
     def _check(self) -> None:
         for path, module in self.module.named_modules():
             if any(getattr(module, each, None) for each in _HOOKS):
                 raise NotLowered(f"has hooks on {path or 'itself'}, which a graph would not run")
-            if isinstance(module, DeferredBatchNorm) and module.training:
-                raise NotLowered("has a DeferredBatchNorm, which notes what it saw in each call")
         if module_draws(self.module) is Draws.PYTHONS_TOO:
             raise NotLowered("may draw from the generators of Python or numpy")
         if any(
@@ -208,12 +219,13 @@ class StageGraphs:
         """Inside, the stage holds other tensors."""
         before = self.held()
         try:
-            self._hold(others)
+            self.hold(others)
             yield
         finally:
-            self._hold(before)
+            self.hold(before)
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put these tensors in the places of those that the stage holds."""
         for tensor, places in zip(tensors, self._where, strict=True):
             for held, key in places:
                 held[key] = tensor
@@ -222,8 +234,9 @@ class StageGraphs:
 class RecordedForm:
     """The graphs of a stage for inputs of one form."""
 
-    def __init__(self, graphs: StageGraphs, args: Sequence[Any]) -> None:
+    def __init__(self, graphs: StageGraphs, args: Sequence[Any], backward: bool) -> None:
         self.graphs = graphs
+        self.noted: list[tuple[DeferredBatchNorm, int]] = []  # the calls of deferred batch norms, with how many values
         self.trains = torch.is_grad_enabled()
         for each in leaves(list(args)):
             if isinstance(each, torch.Tensor):
@@ -237,13 +250,15 @@ class RecordedForm:
         self.outputs = self._outputs()
         self._codes: dict[int, Code] = {}
         # The gradients of outputs are most often laid out as these.
-        usual = [torch.empty_like(each) if each.requires_grad else None for each in tensors(self.outputs)]
+        usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
         self.cut = self._cut(usual, None)
         self.backwards: dict[Any, Pieces] = {self._tangent_key(usual): self.cut}
 
     def _outputs(self) -> Any:
         with self.fakes.mode:
-            outputs = self._forward(self.held, list(tensors(self.args)))
+            with self._called() as (call, notes):
+                outputs = call(self.held, list(tensors(self.args)))
+                self.noted = [(norm, values) for norm, values, *_ in notes]
             # each an object of its own, also where the stage gives one tensor twice
             outputs = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), outputs)
         for each in leaves(outputs):
@@ -254,20 +269,36 @@ class RecordedForm:
                 raise NotLowered(f"gives a {type(each).__name__}")
         return outputs
 
-    def _forward(self, held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
-        graphs, items = self.graphs, iter(given)
-        args = filled(graphs.template, map_tensors(lambda _: next(items), self.args))
-        with graphs.holding(held), torch.set_grad_enabled(self.trains):
-            outputs = nn.Module.__call__(graphs.module, *args)
+    @contextmanager
+    def _called(self) -> Iterator[tuple[Callable[..., Any], list[Note]]]:
+        """Inside, the stage can be called with what it is to hold, and what it is given; the list has what its deferred batch
+        norms note. It holds these tensors until the end: its backward may compute a part again."""
+        graphs = self.graphs
+
+        def call(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+            items = iter(given)
+            args = filled(graphs.template, map_tensors(lambda _: next(items), self.args))
+            graphs.hold(held)
+            with torch.set_grad_enabled(self.trains):
+                outputs = nn.Module.__call__(graphs.module, *args)
             if any(now is not each for now, each in zip(graphs.held(), held)):
                 raise NotLowered("puts another tensor in the place of a buffer")
-        return outputs
+            return outputs
+
+        with graphs.holding(self.held), _noting(graphs.norms) as notes:
+            yield call, notes
 
     def _cut(self, tangents: Sequence[torch.Tensor | None], kept: Sequence[str] | None) -> Pieces:
-        def forward(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            return list(tensors(self._forward(held, given)))
+        without = [None] * (2 * len(self.noted))
+        with self._called() as (call, notes):
 
-        joint = joint_graph(forward, self.held, list(tensors(self.args)), tangents)
+            def forward(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                outputs = call(held, given)
+                return [*tensors(outputs), *(each for _, _, *both in notes for each in both)]
+
+            joint = joint_graph(forward, self.held, list(tensors(self.args)), [*tangents, *without])
+            if len(notes) > len(self.noted):
+                raise NotLowered("computes a DeferredBatchNorm again in its backward, which counts once more")
         if kept is None:
             return Pieces(joint)
         nodes = {node.name: node for node in joint.module.graph.nodes}
@@ -278,6 +309,9 @@ class RecordedForm:
         kept = values[len(self.cut.joint.outputs) :]
         items = iter(values)
         outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
+        for norm, count in self.noted:
+            assert norm.note is not None
+            norm.note(norm, count, next(items), next(items))
         return outputs, GraphRun(self, kept)
 
     def call(self, piece: Piece, values: list[torch.Tensor]) -> Sequence[Any]:
@@ -399,6 +433,21 @@ class GraphRun:
 
     def _none(self) -> tuple[None, ...]:
         return (None,) * len(self.form.args)
+
+
+@contextmanager
+def _noting(norms: Sequence[DeferredBatchNorm]) -> Iterator[list[Note]]:
+    """Inside, what deferred batch norms would note in a step is noted in a list."""
+    notes: list[Note] = []
+    active = [each for each in norms if each.note is not None]
+    before = [each.note for each in active]
+    try:
+        for each in active:
+            each.note = lambda *note: notes.append(note)
+        yield notes
+    finally:
+        for each, note in zip(active, before):
+            each.note = note
 
 
 def _reason(error: Exception) -> str:
