@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 
 Result = TypeVar("Result")
-Kind = TypeVar("Kind", Run, None)
+MaybeRun = TypeVar("MaybeRun", Run, None)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class StageCall:
         inputs: Sequence[Any],
         step: int,
         backward: bool,
-        eagerly: Callable[[], tuple[Any, Kind]],
-    ) -> tuple[Any, Run | Kind]:
+        eagerly: Callable[[], tuple[Any, MaybeRun]],
+    ) -> tuple[Any, Run | MaybeRun]:
         """Run the forward as a graph where there is one, and else eagerly."""
         try:
             made = self._in_buffers(partial(self._run_graph, graphs, step, backward), inputs)
