@@ -2,7 +2,7 @@
 
 A copy of the stages, with fake tensors, runs as on a worker: all stages on one worker, one micro-batch after the other. Values
 that stages pass to each other are copied, as if they were sent. The bytes that are alive are counted before each computation,
-after it, and at their most:
+after it, and at their most. Behind a forward, its values are dropped: of them, and of its inputs, the run holds what is alive then.
 
     F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
+from pippy.drivers.lowering.flow import Work
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import make_schedule
@@ -54,6 +55,15 @@ MICROBATCHES = 2
 
 
 _Storages = frozenset[tuple[int, int, int]]  # as `LiveStorages.storages_of` gives them
+
+
+@dataclass(frozen=True)
+class _RunBytes:
+    """What the run of a forward holds: bytes apart from values, the values that it gives, and not these inputs."""
+
+    kept: int
+    outputs: frozenset[str]
+    freed: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,7 @@ class _FakeRun:
         self.copied: set[str] = set()
         self.gradients: dict[str, int] = {}
         self.repeating: dict[int, int] = {}
+        self.runs: dict[int, _RunBytes] = {}
         self.results: dict[str, int] = {}
         # The values that a stage takes and gives in a micro-batch, and those of them that its half W frees.
         self.noted: dict[tuple[int, int], dict[tuple[str, str], _Storages]] = {}
@@ -220,6 +231,7 @@ class _FakeRun:
         def watched(*operands: Any) -> None:
             live, names = self.live, self._made_by(instruction)
             buffers = Snapshot(dict(enumerate(self._buffers(instruction.stage))))
+            there, inputs = live.bytes, self._taken_apart(instruction)
             before, seen = live.restart(), live.seen
             self._note_places(instruction, self._taken_by(instruction), "taken")
             held = self._held_of(instruction)
@@ -230,9 +242,12 @@ class _FakeRun:
             self._note_places(instruction, names, "given")
             torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _ComputationBytes(live.most - before, live.bytes - before)
-            self._note_values(instruction, names, seen)
+            self.step.values.update({key: value for key, value in inputs.items() if key in self.step.values})
+            arrived = self._note_values(instruction, names, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
+                own = [name for name, _ in inputs]
+                self.runs[instruction.stage] = self._run_of(instruction, own, names, live.bytes - there - arrived)
                 written = [buffers.tensors[each] for each in buffers.changed()]
                 averages = [
                     each for each in self._averages(instruction.stage) if all(each is not one for one in written)
@@ -241,8 +256,11 @@ class _FakeRun:
 
         return watched
 
+    def _work(self, stage: int) -> Sequence[Work]:
+        return self.executor.program.work.get(Pass("F", stage), ())
+
     def _calls(self, stage: int) -> list[str]:
-        return [work.call for work in self.executor.program.work.get(Pass("F", stage), ())]
+        return [work.call for work in self._work(stage)]
 
     def _buffers(self, stage: int) -> list[torch.Tensor]:
         return [each for call in self._calls(stage) for each in self.modules[call].buffers()]
@@ -262,8 +280,33 @@ class _FakeRun:
         return [edge.value for edge in self.program.flow if edge.source == Pass(phase, compute.stage)]  # type: ignore[arg-type]
 
     def _taken_by(self, compute: Compute) -> list[str]:
-        phase = "F" if compute.op == Op.FORWARD else "B"
-        return [edge.value for edge in self.program.flow if Pass(phase, compute.stage) in edge.targets]  # type: ignore[arg-type]
+        if compute.op == Op.FORWARD:
+            names = [name for work in self._work(compute.stage) for name in work.takes]
+            return [name for name in dict.fromkeys(names) if (name, compute.microbatch) in self.step.values]
+        return [edge.value for edge in self.program.flow if Pass("B", compute.stage) in edge.targets]
+
+    def _taken_apart(self, compute: Compute) -> dict[tuple[str, int], Any]:
+        """Give a forward inputs that nothing else holds. Returns those that were in their place. Inputs of the model stay."""
+        if compute.op != Op.FORWARD:
+            return {}
+        stay = self.inputs if self.device.type == "cpu" else ()
+        keys = [(name, compute.microbatch) for name in self._taken_by(compute) if name not in stay]
+        before = {key: self.step.values[key] for key in keys}
+        for key, value in before.items():
+            self.step.values[key] = map_tensors(self._apart, value)
+        return before
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._fake(tensor) if tensor.layout is torch.strided else _received(tensor)
+
+    def _run_of(self, forward: Compute, takes: Iterable[str], gives: Iterable[str], more: int) -> _RunBytes:
+        """What the run of a forward holds, if so many bytes are ``more`` than before it, and nothing else holds these values."""
+        alive = self._held_of(forward)
+        inputs = {name: alive["input", name] for name in takes if ("input", name) in alive}
+        outputs = frozenset(name for name in gives if ("other", name) in alive)
+        of_inputs = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*inputs.values()))
+        of_outputs = sum(self.values[name] for name in outputs - self.owned)
+        return _RunBytes(more - of_inputs - of_outputs, outputs, frozenset(takes).difference(inputs))
 
     def _note_places(self, compute: Compute, names: Iterable[str], how: str) -> None:
         """Note the storages of values: those that a forward takes as inputs, all others alike."""
@@ -280,7 +323,9 @@ class _FakeRun:
         noted = self.noted.get((compute.stage, compute.microbatch), {})
         return {key: each for key, each in noted.items() if each and all(map(self.live.is_alive, each))}
 
-    def _note_values(self, compute: Compute, names: Sequence[str], seen: int) -> None:
+    def _note_values(self, compute: Compute, names: Sequence[str], seen: int) -> int:
+        """Note the values that a computation gives, and put what another worker receives in their place: so many bytes."""
+        arrived: list[torch.Tensor] = []
         for name in names:
             value_tensors = list(tensors(self.step.values.get((name, compute.microbatch))))
             self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in value_tensors)
@@ -292,11 +337,13 @@ class _FakeRun:
             key = name, compute.microbatch
             if key in self.step.values:
                 self.step.values[key] = map_tensors(_received, self.step.values[key])
+                arrived += tensors(self.step.values[key])
         if compute.op == Op.FORWARD:
-            for work in self.executor.program.work.get(Pass("F", compute.stage), ()):
+            for work in self._work(compute.stage):
                 for name in filter(None, work.gives):
                     if name in self.step.returned:
                         self.results[name] = self.live.bytes_of(tensors(self.step.returned[name][compute.microbatch]))
+        return self.live.bytes_of(arrived)
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,21 +357,21 @@ def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes
     state = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
     results = sum(
         counted.results.get(name, 0)
-        for work in counted.executor.program.work.get(Pass("F", stage), ())
+        for work in counted._work(stage)
         for name in work.gives
         if name
     )
-    sent = [edge.value for edge in counted.program.flow if edge.source == Pass("F", stage)]
-    outputs = sum(counted.values[name] for name in sent if name not in counted.owned)
     forward = passes[f"F{stage}.1"]
     if not trains:
         return StageBytes(counted.live.bytes_of(state), results=results, forward=forward.most)
     first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
-    gradients = counted.gradients[f"B{stage}"]
+    gradients, run = counted.gradients[f"B{stage}"], counted.runs[stage]
     return StageBytes(
         parameters=counted.live.bytes_of(state),
         gradients=gradients,
-        kept=forward.more - outputs,
+        kept=run.kept,
+        kept_outputs=run.outputs,
+        freed_inputs=run.freed,
         repeating=counted.repeating[stage],
         results=results,
         forward=forward.most,

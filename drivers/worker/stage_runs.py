@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
-from pippy.ir.run.stage_backward import stage_backward
+from pippy.ir.run.stage_backward import edges_of, stage_backward
 from pippy.ir.run.stage_run import StageRun, run_backward
 
 _PUT_OFF = StageRun((), ())  # the half W has neither inputs nor outputs
@@ -30,18 +30,22 @@ class Run(Protocol):
 
 
 class AutogradRun:
-    """A run whose backward is autograd's. In a program with halves, ``deferred`` takes the gradients that are put off."""
+    """A run whose backward is autograd's. In a program with halves, ``deferred`` takes the gradients that are put off.
+
+    It holds the inputs, and not the outputs: these are freed when they were sent, and read by those who need them here.
+    """
 
     __slots__ = ("deferred", "module", "name", "run")
 
     def __init__(
         self, name: str, module: nn.Module, outputs: Any, inputs: tuple[Any, ...], deferred: DeferredGradients | None
     ) -> None:
-        self.name, self.module, self.run, self.deferred = name, module, StageRun(outputs, inputs), deferred
+        self.name, self.module, self.deferred = name, module, deferred
+        self.run = StageRun(edges_of(outputs), inputs)
 
     @property
     def held(self) -> Any:
-        return self.run.inputs, self.run.outputs
+        return self.run.inputs, ()
 
     def backward(self, output_grads: Any) -> Sequence[Any]:
         if self.deferred is None:

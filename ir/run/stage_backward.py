@@ -1,24 +1,71 @@
 """`stage_backward`, which the backward nodes of a Pipe's graph call, and the sums of its gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.trees import children, describe, tensors
+from pippy.ir.base.trees import children, describe, map_tensors, tensors
 
 # The gradient of the loss with respect to itself. In ``output_grads`` it stands at the place of the loss. Another number
 # there is the weight of this loss, where the loss of a step is the weighted sum of several.
 SEED = 1.0
 
 
+class OutputEdge:
+    """What the backward of a stage needs of an output: the ``edge`` of autograd's graph that its gradient goes to, or None.
+
+    It does not hold the output, whose memory is freed as soon as nothing else needs it. For a message it reads like the output.
+    """
+
+    __slots__ = ("device", "dtype", "edge", "shape")
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = output.shape, output.dtype, output.device
+        self.edge = get_gradient_edge(output) if output.requires_grad else None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the output does."""
+        return self.edge is not None
+
+    def numel(self) -> int:
+        """How many numbers the output has."""
+        return self.shape.numel()
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def edges_of(outputs: Any) -> Any:
+    """The outputs of a stage with an `OutputEdge` in place of each tensor.
+
+    Leaves, which autograd's graph holds itself, stay, and so do tensors that are sparse or of classes of their own.
+
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> edges = edges_of((x * 3, torch.zeros(5), "text"))
+    >>> edges
+    (float32[2], float32[5], 'text')
+    >>> stage_backward(edges, [torch.ones(2), None, None], [x])
+    (tensor([3., 3.]),)
+    """
+    return map_tensors(_edge_of, outputs)
+
+
+def _edge_of(output: torch.Tensor) -> Any:
+    plain = type(output) in (torch.Tensor, FakeTensor) and output.layout is torch.strided
+    return OutputEdge(output) if plain and not (output.is_leaf and output.requires_grad) else output
+
+
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
     """Run the backward pass of one stage: add to its parameters' `.grad`, and return the gradients of its inputs.
 
-    ``output_grads`` has the shape of ``stage_output``: a gradient for each tensor, None where there is none, and `SEED`
-    for the loss. ``input_values`` are the leaves that the stage was called with. The result has a gradient for each of
+    In ``stage_output`` are tensors, or what `edges_of` has put in their place. ``output_grads`` has its shape: a gradient for
+    each tensor, None where there is none, and `SEED` for the loss. ``input_values`` are the leaves that the stage was called with. The result has a gradient for each of
     them, or None; the gradient of a container is the tuple of its children's.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -28,25 +75,25 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     _check_leaves(input_values)
     pairs = list(gradient_pairs(stage_output, output_grads))
     if pairs:
+        roots, gradients = zip(*pairs)
+        roots = tuple([each.edge if type(each) is OutputEdge else each for each in roots])
         # torch.autograd.backward calls this after checks that take as long again.
-        Variable._execution_engine.run_backward(*zip(*pairs), False, False, (), True, True)
+        Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
     return tuple([_gradient(value) for value in input_values])
 
 
-def gradient_pairs(
-    output: Any, gradient: Any, seed: Callable[[Any, float], torch.Tensor] | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor inside ``output`` that has a gradient, and that gradient. ``seed`` makes that of a loss."""
+def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each tensor or `OutputEdge` inside ``output`` that has a gradient, and that gradient."""
     if gradient is None:
         return
     if isinstance(gradient, float):
-        yield output, (seed or _seed)(output, gradient)
-    elif isinstance(output, torch.Tensor):
+        yield output, _seed(output, gradient)
+    elif isinstance(output, _OUTPUTS):
         if output.requires_grad:
             yield output, gradient
     else:
         for item, its_gradient in zip(children(output) or (), gradient, strict=True):
-            yield from gradient_pairs(item, its_gradient, seed)
+            yield from gradient_pairs(item, its_gradient)
 
 
 def loss_inside(seed: Any, value: Any) -> Any:
@@ -75,14 +122,17 @@ def weighted(output_grads: Any, weight: float) -> Any:
 
 
 def _seed(loss: Any, gradient: float) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, _OUTPUTS) or loss.numel() != 1:
         raise StageError(f"the loss is {describe(loss)}; it must be a single number: reduce it, with .mean() or .sum()")
     if not loss.requires_grad:
         raise StageError(
             "the loss does not require a gradient: every parameter that it depends on is frozen, or it was detached. "
             "Run the Pipe under torch.no_grad() to compute it alone"
         )
-    return torch.full_like(loss, gradient)
+    return torch.full(loss.shape, gradient, dtype=loss.dtype, device=loss.device)
+
+
+_OUTPUTS = (torch.Tensor, OutputEdge)
 
 
 def _check_leaves(values: Sequence[Any]) -> None:

@@ -27,7 +27,8 @@ _UNSEEN_MARK = (
 
 @dataclass
 class StageRun:
-    """One call of a stage: its outputs, and the leaves that it was called with, in the order of the node's arguments."""
+    """One call of a stage: its outputs, or what `edges_of` leaves of them, and the leaves that it was called with, in the order
+    of the node's arguments."""
 
     outputs: Any
     inputs: tuple[Any, ...]

@@ -26,8 +26,8 @@ def kept_by_operations(traced: Traced, profile: Profile, with_loss: bool, spec: 
     >>> traced = trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh()))
     >>> found = profile(traced, {"input_1": torch.ones(8, 4)}, timed=False)
     >>> kept = kept_by_operations(traced, found, with_loss=False)
-    >>> kept.of(0, 1), kept.of(1, 2), kept.of(0, 2)  # inputs and outputs; not what is between the two
-    (192, 128, 192)
+    >>> kept.of(0, 1), kept.of(1, 2), kept.of(0, 2)  # inputs, and the output of the second, which it saves
+    (128, 128, 192)
     """
     return _Reading(traced, profile, with_loss, spec).read()
 
@@ -39,7 +39,7 @@ class _Reading:
         self.number = {node: index for index, node in enumerate(self.nodes)}
         returned = [self.number[each] for each in _output(traced.graph).all_input_nodes if each in self.number]
         self.last = max(returned, default=len(self.nodes) - 1)  # the loss is computed in its stage
-        # What the model returns is given on by the stage that makes it.
+        self.with_loss = with_loss
         self.after = (self.last, len(self.nodes)) if with_loss else (len(self.nodes),)
 
     def read(self) -> KeptBytes:
@@ -89,6 +89,8 @@ class _Reading:
             elif is_begin(node):
                 yield self.number[node], self.profile.costs[self.number[node]].saved
         yield self.last, self.profile.loss.saved
+        for node in _output(self.traced.graph).all_input_nodes:  # held by the loss, or as a result
+            yield self.last if self.with_loss else self.number.get(node, INPUT), self.profile.storages.get(node, {})
 
     def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, UnitValue]]:
         """A value in each of its storages; None stands for a view of a parameter."""

@@ -5,11 +5,11 @@
 A stage keeps, each storage once:
 
 - what autograd saves of the storages that its own units make;
-- its values that go to other stages: the backward begins with them;
 - the values that it takes from other stages, whether autograd saves them or not. They arrive in memory of their own. So if its
   units save a storage that such a value was a part of, this storage is not counted again.
 
-So a value that crosses a cut is kept on both sides of it, and perhaps on neither if both sides are one stage.
+So a value that crosses a cut is kept behind it, and perhaps not at all if both sides are one stage. Values that go to other
+stages are freed when they were sent.
 """
 
 from bisect import bisect_right
@@ -53,8 +53,8 @@ class KeptBytes:
 
     >>> wide = Storage(0, 100, (), (UnitValue(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
     >>> kept = KeptBytes(3, (wide, Storage(1, 7, (2,), (UnitValue(1, (2,), 7),))))
-    >>> kept.of(0, 1), kept.of(1, 3), kept.of(0, 3), int(kept.table[0, 1])
-    (100, 107, 7, 100)
+    >>> kept.of(0, 1), kept.of(1, 3), kept.of(0, 3), int(kept.table[1, 2])
+    (0, 107, 7, 100)
     """
 
     units: int
@@ -105,16 +105,9 @@ class KeptBytes:
 
 
 def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
-    """The runs that make a storage and keep it, as they save it, or as it goes to another stage."""
-    if storage.made < 0 or not storage.bytes:
-        return
-    spans = [(each.made + 1, each.users[-1]) for each in storage.values if each.users]
-    spans += [(storage.saved[0] + 1, units)] if storage.saved else []
-    reached = 0
-    for first, last in sorted(spans):
-        if last > reached:
-            yield 0, storage.made, max(first, reached + 1), last, storage.bytes
-            reached = last
+    """The runs that make a storage and save it."""
+    if storage.made >= 0 and storage.bytes and storage.saved:
+        yield 0, storage.made, storage.saved[0] + 1, units, storage.bytes
 
 
 def _taken(values: Sequence[UnitValue]) -> Iterator[Rectangle]:

@@ -101,8 +101,7 @@ def kept_by(kept, start, end):
     inside, total = range(start, end), 0
     for storage in kept.storages:
         saved = any(unit in inside for unit in storage.saved)
-        passed = any(value.made in inside and any(user >= end for user in value.users) for value in storage.values)
-        total += storage.bytes if storage.made in inside and (saved or passed) else 0
+        total += storage.bytes if storage.made in inside and saved else 0
         total += sum(
             value.bytes
             for value in storage.values

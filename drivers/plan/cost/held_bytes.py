@@ -4,7 +4,7 @@ The sizes are given, for each stage and for each value that stages pass to each 
 gone through in order:
 
     receive   a value is there                                        free   it is not, unless a run of a stage has it
-    F         its outputs are there, and for its backward a run: the inputs, the outputs, and what autograd keeps of it
+    F         its outputs are there, and for its backward a run: the inputs, and what autograd keeps, which may be outputs
               computed again later, only the inputs
     R         a run is there
     B, I      the run is gone; the gradients of its inputs are there, and those of the stage's parameters, which stay
@@ -15,7 +15,7 @@ runs have, such as the output of one stage that is the input of another on the s
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ class StageBytes:
     | gradients | of its parameters: they appear in its first backward, and stay |
     | optimizer | the state of its optimizer |
     | kept | what a backward needs, apart from the values that the stage takes and gives |
+    | kept_outputs, freed_inputs | the values that the stage gives and that its backward needs, and the inputs that it does not \
+need |
     | repeating | what a forward that is computed again keeps of the state before it, beside its inputs |
     | deferred | what is held between the halves I and W, apart from values |
     | deferred_inputs, deferred_values | the values that are held between them: inputs of the stage, and others that it takes \
@@ -62,6 +64,8 @@ or gives |
     gradients: int = 0
     optimizer: int = 0
     kept: int = 0
+    kept_outputs: frozenset[str] = frozenset()
+    freed_inputs: frozenset[str] = frozenset()
     repeating: int = 0
     deferred: int = 0
     deferred_inputs: frozenset[str] = frozenset()
@@ -160,10 +164,10 @@ def held_bytes(program: Program, sizes: PipeBytes) -> tuple[HeldBytes, ...]:
     >>> program = make_schedule("1f1b", workers=2, chunks=4)
     >>> sizes = PipeBytes((StageBytes(kept=10), StageBytes(kept=100)), values={"activation_0": 1})
     >>> [worker.peak.total for worker in held_bytes(program, sizes)]
-    [22, 101]
+    [21, 101]
     >>> again = make_schedule("1f1b", workers=2, chunks=4, checkpoint="always")
     >>> [worker.peak.total for worker in held_bytes(again, sizes)]
-    [11, 101]
+    [10, 101]
     """
     lowered = lowered_program(program)
     return tuple(_Walk(lowered, sizes, worker).run() for worker in range(lowered.workers))
@@ -331,14 +335,14 @@ class _Walk:
         if stage not in self.program.backward:
             self.results += sizes.results
         else:
-            for value in self._inputs_of(stage):
-                self._change((value, microbatch), _INPUT, 1)
             if (stage, microbatch) in self.program.checkpointed:
+                self._hold_inputs(forward, self._inputs_of(stage), 1)
                 self.kept += sizes.repeating
                 self.results += sizes.results
             else:
+                self._hold_inputs(forward, self._needed_inputs(stage), 1)
                 self.kept += sizes.kept
-                for value in self.gives[done]:
+                for value in sizes.kept_outputs:
                     self._change((value, microbatch), _OUTPUT, 1)
         for name in self.inputs:
             if self.last_takers.get((name, microbatch)) is forward:
@@ -353,13 +357,23 @@ class _Walk:
         yield from (name + _COPY * (name in self.copied) for name in self.takes[Pass("F", stage)])
         yield from (name for name, each in self.inputs.items() if stage in each.stages)
 
+    def _needed_inputs(self, stage: int) -> list[str]:
+        freed = self.sizes.stages[stage].freed_inputs
+        return [name for name in self._inputs_of(stage) if name.removesuffix(_COPY) not in freed]
+
+    def _hold_inputs(self, compute: Compute, names: Iterable[str], by: int) -> None:
+        for name in names:
+            self._change((name, compute.microbatch), _INPUT, by)
+
     def _run_again(self, stage: int) -> int:
         """What a second forward makes: its outputs are not those that were sent."""
-        outputs = sum(self.sizes.values.get(value, 0) for value in self.gives[Pass("F", stage)])
-        return self.sizes.stages[stage].kept - self.sizes.stages[stage].results + outputs
+        sizes = self.sizes.stages[stage]
+        return sizes.kept - sizes.results + sum(self.sizes.values.get(name, 0) for name in sizes.kept_outputs)
 
     def _recompute(self, recompute: Compute) -> None:
         self.kept += self._run_again(recompute.stage) - self.sizes.stages[recompute.stage].repeating
+        self._hold_inputs(recompute, self._needed_inputs(recompute.stage), 1)
+        self._hold_inputs(recompute, self._inputs_of(recompute.stage), -1)
 
     def _backward(self, backward: Compute) -> None:
         self._begin_backward(backward)
@@ -375,7 +389,7 @@ class _Walk:
         self._add_gradients(half.stage, whole=True)
 
     def _begin_backward(self, backward: Compute) -> None:
-        self._drop_run(backward.stage, backward.microbatch)
+        self._drop_run(backward)
         for value in self.gives[Pass("B", backward.stage)]:
             self._change((value, backward.microbatch), _WAITING, 1)
 
@@ -393,16 +407,16 @@ class _Walk:
             else:
                 self._change((name, microbatch), _OUTPUT, by)
 
-    def _drop_run(self, stage: int, microbatch: int) -> None:
+    def _drop_run(self, backward: Compute) -> None:
+        stage, microbatch = backward.stage, backward.microbatch
         sizes = self.sizes.stages[stage]
-        for value in self._inputs_of(stage):
-            self._change((value, microbatch), _INPUT, -1)
+        self._hold_inputs(backward, self._needed_inputs(stage), -1)
         if (stage, microbatch) in self.program.checkpointed:
             self.kept -= self._run_again(stage)
             return
         self.kept -= sizes.kept
         self.results += sizes.results
-        for value in self.gives[Pass("F", stage)]:
+        for value in sizes.kept_outputs:
             self._change((value, microbatch), _OUTPUT, -1)
 
     def _add_gradients(self, stage: int, whole: bool) -> None:

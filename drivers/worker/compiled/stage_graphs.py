@@ -400,7 +400,7 @@ class GraphRun:
 
     def _begin(self, output_grads: Any) -> dict[Any, torch.Tensor]:
         outputs = self.form.outputs
-        found = {id(output): gradient for output, gradient in gradient_pairs(outputs, output_grads, _seed)}
+        found = {id(output): gradient for output, gradient in gradient_pairs(outputs, output_grads)}
         tangents = [found.get(id(each)) if each.requires_grad else None for each in tensors(outputs)]
         kept, self.kept = self.kept, []
         self._check(kept)
@@ -466,10 +466,6 @@ def _form_of(value: Any) -> Any:
 
 def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return value.detach().requires_grad_(requires_grad)
-
-
-def _seed(loss: torch.Tensor, gradient: float) -> torch.Tensor:
-    return torch.full((), gradient, dtype=loss.dtype, device=loss.device)
 
 
 def _gradients(value: Any, items: Iterator[torch.Tensor | None]) -> Any:

@@ -1,7 +1,7 @@
 """Measures how many bytes a stage keeps from its forward for its backward, for the first micro-batch of a step.
 
-Counted are the tensors that autograd saves, and the inputs and outputs of the stage. Parameters and buffers do not count,
-because they are there anyway.
+Counted are the tensors that autograd saves, and the inputs of the stage. Parameters and buffers do not count, because they are
+there anyway.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -216,6 +216,15 @@ def test_what_waits_for_the_second_half_of_a_backward_counts_once(cluster, layer
     assert max(map(abs, errors(driver, 4, x, target))) < 0.01
 
 
+def test_outputs_that_were_sent_are_freed(cluster):
+    """The first stage keeps its input, which is small. It kept its outputs, too: 512 KiB for each micro-batch."""
+    parts = [nn.Linear(16, 1024), nn.Linear(1024, 16), nn.Tanh()]
+    x, target = torch.randn(512, 16), torch.randn(512, 16)
+    driver = PipelineDriver(pipeline(InStages(parts), nn.MSELoss()), cluster, schedule="fill_drain", world_size=3)
+    assert driver.memory(4, x, target).peaks[0] < 3 * (512 << 10)
+    assert max(map(abs, errors(driver, 4, x, target))) == 0
+
+
 def test_what_autocast_casts_is_counted(threads):
     module, x, target, loss_fn = deferring()
     with torch.autocast("cpu", torch.bfloat16):
