@@ -2,7 +2,7 @@
 
 A copy of the stages, with fake tensors, runs as on a worker: all stages on one worker, one micro-batch after the other. Values
 that stages pass to each other are copied, as if they were sent. The bytes that are alive are counted before each computation,
-after it, and at their most. Behind a forward, its values are dropped: of them, and of its inputs, the run holds what is alive then.
+after it, and at their most. After a forward its values are dropped: what is then alive of them and of its inputs, its run has.
 
     F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
@@ -300,7 +300,7 @@ class _FakeRun:
         return self._fake(tensor) if tensor.layout is torch.strided else _received(tensor)
 
     def _run_of(self, forward: Compute, takes: Iterable[str], gives: Iterable[str], more: int) -> _RunBytes:
-        """What the run of a forward holds, if so many bytes are ``more`` than before it, and nothing else holds these values."""
+        """What the run of a forward holds. So many bytes are ``more`` than before it, and nothing else holds these values."""
         alive = self._held_of(forward)
         inputs = {name: alive["input", name] for name in takes if ("input", name) in alive}
         outputs = frozenset(name for name in gives if ("other", name) in alive)
@@ -355,12 +355,7 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes], trains: bool) -> StageBytes:
     calls = counted._calls(stage)
     state = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
-    results = sum(
-        counted.results.get(name, 0)
-        for work in counted._work(stage)
-        for name in work.gives
-        if name
-    )
+    results = sum(counted.results.get(name, 0) for work in counted._work(stage) for name in work.gives if name)
     forward = passes[f"F{stage}.1"]
     if not trains:
         return StageBytes(counted.live.bytes_of(state), results=results, forward=forward.most)

@@ -65,8 +65,8 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     """Run the backward pass of one stage: add to its parameters' `.grad`, and return the gradients of its inputs.
 
     In ``stage_output`` are tensors, or what `edges_of` has put in their place. ``output_grads`` has its shape: a gradient for
-    each tensor, None where there is none, and `SEED` for the loss. ``input_values`` are the leaves that the stage was called with. The result has a gradient for each of
-    them, or None; the gradient of a container is the tuple of its children's.
+    each tensor, None where there is none, and `SEED` for the loss. ``input_values`` are the leaves that the stage was called
+    with. The result has a gradient for each of them, or None; the gradient of a container is the tuple of its children's.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> stage_backward(stage_output=(x * 3, "text"), output_grads=[torch.ones(2), None], input_values=[x, 7])

@@ -45,8 +45,7 @@ class StageBytes:
     | gradients | of its parameters: they appear in its first backward, and stay |
     | optimizer | the state of its optimizer |
     | kept | what a backward needs, apart from the values that the stage takes and gives |
-    | kept_outputs, freed_inputs | the values that the stage gives and that its backward needs, and the inputs that it does not \
-need |
+    | kept_outputs, freed_inputs | the values that the stage gives and its backward needs; the inputs that it does not need |
     | repeating | what a forward that is computed again keeps of the state before it, beside its inputs |
     | deferred | what is held between the halves I and W, apart from values |
     | deferred_inputs, deferred_values | the values that are held between them: inputs of the stage, and others that it takes \
