@@ -56,11 +56,12 @@ class Pieces:
     """The pieces of a joint graph.
 
     ``kept_before`` is what F keeps, if that is settled: F has run, and this is for gradients of other outputs or of other
-    strides.
+    strides. Nothing is computed again if it ``keeps_all`` that is read behind a cut.
     """
 
     joint: Joint
     kept_before: Sequence[fx.Node] | None = None
+    keeps_all: bool = False
 
     @cached_property
     def kept(self) -> Sequence[fx.Node]:
@@ -73,7 +74,7 @@ class Pieces:
             {*joint.tangents, *joint.held},
             joint.needed_by,
             lambda node: node in joint.forward,
-            joint.repeats,
+            self._repeats,
         )
 
     @cached_property
@@ -85,7 +86,7 @@ class Pieces:
             joint.held,
             joint.needed_by,
             lambda node: node in inside or node in there,
-            lambda node: node not in there and joint.repeats(node),
+            lambda node: node not in there and self._repeats(node),
         )
 
     @cached_property
@@ -112,6 +113,9 @@ class Pieces:
     def backward_weight(self) -> Piece:
         """The piece W."""
         return self._behind(self.joint.held_gradients, set(self.handed), self.joint.forward | self._inside)
+
+    def _repeats(self, node: fx.Node) -> bool:
+        return not self.keeps_all and self.joint.repeats(node)
 
     @property
     def _gradients(self) -> Sequence[fx.Node | None]:

@@ -112,6 +112,14 @@ def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
         return _Propagation(compiled, inputs, FakeMode()).run()
 
 
+def propagate_values(compiled: Compiled, inputs: Mapping[str, Any]) -> dict[fx.Node, Any]:
+    """The values of the forward part of the graph as fake tensors, each by its node; `Unknown` in place of some."""
+    with heard(), untouched_random_state(), torch.inference_mode(False), torch.enable_grad():
+        propagation = _Propagation(compiled, inputs, FakeMode())
+        propagation.run()
+    return propagation.values
+
+
 def measure(value: Any) -> Shape:
     """The shape of a real or fake value.
 

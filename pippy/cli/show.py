@@ -10,6 +10,7 @@ import click
 from pippy.cli.find import call, find, value_from_text
 from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import check_can_be_written, plain_warnings, write
+from pippy.cli.stages_compiled import stages_compiled
 from pippy.cli.stages_memory import stages_memory
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
 )
 @click.option("--format", "kind", type=click.Choice(FORMATS), help="What to show.  [all, or by the name of the file]")
 @click.option("--memory", is_flag=True, help="Show what each stage holds, in bytes, for a micro-batch of --input.")
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Show which stages become graphs, for a micro-batch of --input."
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it to this file.")
 def show(
     target: str,
@@ -42,6 +46,7 @@ def show(
     inputs: tuple[str, ...],
     kind: str | None,
     memory: bool,
+    compiled: bool,
     output: str | None,
 ) -> None:
     """Show how a model is cut into stages: the graph, the drawing of what passes, and the table of stages.
@@ -62,6 +67,7 @@ def show(
       pippy show model.py:Net
       pippy show models.gpt:GPT --arg layers=4 --split blocks.2 --loss torch.nn:MSELoss
       pippy show model.py:Net --input 'float32[32,16]' --format table
+      pippy show model.py:Net --input 'float32[32,16]' --compile
       pippy show model.py:Net -o net.svg
       pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
@@ -72,7 +78,10 @@ def show(
     args, kwargs = made_inputs([parsed(each) for each in inputs])
     with plain_warnings():
         pipe = given_pipe(target, model_arguments, split, num_stages, sequential, loss, shared, args, kwargs)
-        text = stages_memory(pipe, args, kwargs) if memory else _drawn(pipe, kind, args, kwargs)
+        if memory:
+            text = stages_memory(pipe, args, kwargs)
+        else:
+            text = stages_compiled(pipe, args, kwargs) if compiled else _drawn(pipe, kind, args, kwargs)
     if output:
         write(output, text)
     else:

@@ -254,3 +254,39 @@ def test_a_model_of_hugging_face(pippy, tmp_path):
     inputs = ("--input", "input_ids=int64[2,8]", "--input", "labels=int64[2,8]")
     shown = pippy("show language.py:model --num-stages 2", *inputs)
     assert "stage_backward" in shown and "submod_1" in shown and "(loss)" in shown and "int64[2, 8]" in shown
+
+
+STAGES = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        y = nn.functional.relu(self.wide(self.norm(x)))
+        return x + self.back((y + 1) * y)
+
+class Hooked(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+
+stages = nn.Sequential(Block(), Hooked(), Block())
+"""
+
+
+def test_what_compile_makes_of_stages(pippy, tmp_path):
+    (tmp_path / "stages.py").write_text(STAGES)
+    command = ["show", "stages.py:stages", "--sequential", "--loss", "torch.nn:MSELoss", "--compile"]
+    done = pippy(*command, "--input", "[4,16]", "--input", "[4,16]")
+    rows = {line.split()[0]: line for line in done.splitlines()}
+    assert "runs eagerly: it has hooks on " in rows["submod_1"]
+    operations = [int(each) for each in rows["submod_2"].split()[1:5]]
+    assert 0 < operations[3] < operations[2] < operations[1] <= operations[2] + operations[3]
+    # kept: the input of the norm with its mean and deviation, its output, and y; without cut, y + 1 and the product, too
+    assert rows["submod_2"].split()[5:9] == ["1.5", "KiB", "3.5", "KiB"]
+    assert rows["_loss"].split()[5:7] == ["512", "B"]
+    refused = pippy(*command, status=2)
+    assert "give them, as in --input" in refused
