@@ -4,6 +4,7 @@ Each runs on one intra-op thread, so that its numbers do not depend on the machi
 the processes that it starts, though a shell ignores it for commands in the background, as `make test &` in a script.
 """
 
+import gc
 import signal
 
 import hypothesis
@@ -34,6 +35,13 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if hasattr(item.config, "workerinput"):
         give_way(item.nodeid)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Garbage is looked for among what a file's tests make, not among what was imported before, as in workers that are processes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

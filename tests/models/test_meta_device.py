@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pippy import PipelineDriver1F1B, pipeline
 from tests.drivers.thread_cluster import thread_cluster
@@ -11,11 +10,15 @@ IDS = torch.arange(32).reshape(4, 8)
 
 
 def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel  # a second, which only the process that runs it waits
+
     sizes = {"vocab_size": 32, "n_embd": 32, "n_head": 2, "n_layer": 3, "n_positions": 16, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 
 def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
