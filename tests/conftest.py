@@ -39,7 +39,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
-    """Garbage is looked for among what a file's tests make, not among what was imported before, as in workers that are processes."""
+    """Garbage is looked for among what a file's tests make, not among what was imported, as in workers that are processes."""
     gc.collect()
     gc.freeze()
 

@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def at_random(monkeypatch):
-    """Every worker takes any of what it may take now, at first what is not the head, and notes whether that was not the head."""
+    """Every worker takes any of what it may take now, at first what is not the head, and notes whether it was not."""
     dice, overtook = random.Random(0), []
 
     def choose(executor, free):
