@@ -20,6 +20,7 @@ from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.plan.choice.candidate import MicroBatch
 from pippy.drivers.plan.cost.costs import Costs
+from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.pipe import Pipe, compiled_of, example_of
@@ -48,13 +49,14 @@ def call_to_fit(
     divided: Callable[[int], Division],
     device: torch.device,
     optimizers: Sequence[CountedOptimizer],
+    compile: CompileOptions | None = None,
 ) -> DividedCall:
     """A call. The bytes of its micro-batches are counted when they are needed, once for each number of micro-batches."""
 
     @cache
     def estimate(chunks: int) -> MicroBatch:
         division = divided(chunks)
-        sizes = count_pipe(pipe, division, device, optimizers=optimizers)
+        sizes = count_pipe(pipe, division, device, optimizers=optimizers, compile=compile)
         flops = _flops(compiled_of(pipe), division)
         return MicroBatch(_balanced_costs(pipe, flops, device.type) or guessed_costs(flops, device.type), sizes)
 

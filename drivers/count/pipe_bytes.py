@@ -8,7 +8,8 @@ after it, and at their most. After a forward its values are dropped: what is the
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
 
 So the bytes of custom functions, of checkpoints inside of the model, of autocast's casts and of deferred layers are counted.
-The memory that a kernel takes for itself while it runs, and what torch.compile saves, are not.
+Stages with ``compile=`` run as graphs here, too, and keep what these keep. The memory that a kernel takes for itself while it
+runs, and what a compiled piece holds while it runs, are not counted.
 """
 
 import copy
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from pippy.drivers.plan.cost.held_bytes import ModelInput, PipeBytes, StageBytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.passes.halves import in_halves
+from pippy.drivers.protocol.compile_options import GRAPHS, CompileOptions
 from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.executor import Executor
@@ -50,6 +52,9 @@ from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
+
+if TYPE_CHECKING:
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 MICROBATCHES = 2
 
@@ -81,12 +86,13 @@ def count_pipe(
     trains: bool = True,
     optimizers: Sequence[CountedOptimizer] = (),
     halves: bool = True,
+    compile: CompileOptions | None = None,
 ) -> PipeBytes:
     """The bytes of the stages of a Pipe, for the micro-batches of ``division`` (the largest counts) on ``device``.
 
     Needs no driver and no worker. The state of ``optimizers`` is that after their first step. Without ``halves``, backwards in
-    halves are not counted, and half as much is run. The result's ``divided`` has the bytes that are divided among replicas,
-    by the worker's number in the cluster.
+    halves are not counted, and half as much is run. ``compile`` says whether stages run as graphs. The result's ``divided`` has
+    the bytes that are divided among replicas, by the worker's number in the cluster.
 
     >>> from pippy.drivers.batch.divide_call import divide_call
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.MSELoss())
@@ -105,11 +111,11 @@ def count_pipe(
         lowered = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
-        counted = _FakeRun(pipe, division, largest, device, trains)
+        counted = _FakeRun(pipe, division, largest, device, trains, compile)
         passes = counted.run(lowered)
         by_halves: dict[str, _ComputationBytes] = {}
         if trains and halves:
-            halved = _FakeRun(pipe, division, largest, device, trains)
+            halved = _FakeRun(pipe, division, largest, device, trains, compile)
             by_halves = halved.run(lower(pipe, in_halves(orders[True])))
         by_stage = [_stage(stage, counted, passes, stage in lowered.program.backward) for stage in range(stages)]
         if by_halves:
@@ -151,9 +157,18 @@ def _rows(division: Division, microbatch: int) -> int:
 class _FakeRun:
     """A run of all stages on fake tensors, on one worker."""
 
-    def __init__(self, pipe: Pipe, division: Division, microbatch: int, device: torch.device, trains: bool) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        division: Division,
+        microbatch: int,
+        device: torch.device,
+        trains: bool,
+        compile: CompileOptions | None,
+    ) -> None:
         self.placed = PlacedPipe(compiled_of(pipe), [0] * compiled_of(pipe).num_stages)
         self.trains, self.device = trains, device
+        self.graphs = None if compile is None else _graphs(compile)
         self.mode = FakeMode()
         self.live = LiveStorages(unit=1 if device.type == "cpu" else 512)
         real = {call: self.placed.compiled.stage(call) for call in self.placed.nodes}
@@ -210,7 +225,7 @@ class _FakeRun:
         (program,) = self.placed.programs(0, lowered, single_loss=False).values()
         (transport,) = in_process(1)
         statistics = StepStatistics.of(self.modules, {})
-        bound = BoundProgram(program, self.modules, {}, self.device)
+        bound = BoundProgram(program, self.modules, {}, self.device, graphs=self.graphs)
         self.executor = executor = Executor(bound, transport, self.device)
         self.program, weights = lowered.program, (1 / MICROBATCHES,) * MICROBATCHES
         self.step = StepContext(1, self.inputs, weights, self.trains, transport, StepDevice(self.device), statistics)
@@ -344,6 +359,12 @@ class _FakeRun:
                     if name in self.step.returned:
                         self.results[name] = self.live.bytes_of(tensors(self.step.returned[name][compute.microbatch]))
         return self.live.bytes_of(arrived)
+
+
+def _graphs(options: CompileOptions) -> "GraphsOfStages":
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages  # slow to import
+
+    return GraphsOfStages(replace(options, backend=GRAPHS, mode=None, options={}, fullgraph=False))
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:

@@ -431,7 +431,8 @@ class PipelineDriverBase(ModelOnWorkers):
         division = self.steps.divided(chunks, args, kwargs)
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
         program, trains = self.program(chunks), self.trains
-        sizes = count_pipe(self.pipe, division, self.steps.device, trains, states, has_halves(program))
+        compile = self.steps.placed.compile
+        sizes = count_pipe(self.pipe, division, self.steps.device, trains, states, has_halves(program), compile)
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         checks = trains and self.steps.first_step is not None
         check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else tuple

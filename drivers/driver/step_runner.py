@@ -212,7 +212,7 @@ class StepRunner:
             return self.divided(chunks, args, kwargs)
 
         states = [each.counted() for each in self.model._optimizers]
-        return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states)
+        return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states, self.placed.compile)
 
     def trial_fits(self, rows: Division) -> bool:
         """Whether a trial with these rows stays within ``memory=``."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pippy.ir.base.errors import StageError
@@ -28,6 +28,8 @@ from pippy.ir.run.keyed_draws import draw_key, drawing_with, seed_draws
 
 # They write the running statistics, and their schemas do not say so.
 _WRITERS = [getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")]
+# Under torch.no_grad(), which graphs run in, they give less than their backward needs.
+_WITH_GRADIENTS_ONLY = [torch.ops.aten.mkldnn_rnn_layer.default]
 Forward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -91,13 +93,21 @@ class Joint:
 
 
 class FakeInputs:
-    """Tensors without data that stand for others, with the same shapes, strides, dtypes, devices and flags."""
+    """Tensors without data that stand for others, with the same shapes, strides, dtypes, devices and flags.
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    Those that have no data either, as bytes are counted with, are of one ``mode``: then theirs are, too.
+    """
+
+    def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
+        modes = [each.fake_mode for each in others if isinstance(each, FakeTensor)]
+        self.mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for this one."""
+        if isinstance(tensor, FakeTensor):
+            with self.mode:
+                like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return like.requires_grad_(tensor.requires_grad)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(tensor.requires_grad)
 
 
@@ -209,6 +219,8 @@ def _check(joint: Joint, parameters: set[int | None]) -> None:
     buffers = {storage_of(node) for node in joint.held}
     for node in joint.module.graph.nodes:
         written, ahead = written_by(node), node in joint.forward
+        if node.target in _WITH_GRADIENTS_ONLY:
+            raise NotLowered(f"calls {node.target}, which keeps nothing for a backward where autograd is off")
         if written & parameters:
             raise NotLowered("changes a parameter in place")
         if written & given:

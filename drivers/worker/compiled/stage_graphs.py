@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,6 +36,7 @@ from pippy.ir.run.may_draw import Draws, module_draws
 from pippy.ir.run.stage_backward import gradient_pairs
 from pippy.ir.run.stage_run import StageRun, run_backward
 
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
 _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
 
@@ -196,9 +197,7 @@ class StageGraphs:
                 raise NotLowered(f"has hooks on {path or 'itself'}, which a graph would not run")
         if module_draws(self.module) is Draws.PYTHONS_TOO:
             raise NotLowered("may draw from the generators of Python or numpy")
-        if any(
-            type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided for each in self.held()
-        ):
+        if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in self.held()):
             raise NotLowered("holds tensors of classes of their own")
 
     @contextmanager
@@ -240,11 +239,11 @@ class RecordedForm:
         self.trains = torch.is_grad_enabled()
         for each in leaves(list(args)):
             if isinstance(each, torch.Tensor):
-                if type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided:
+                if type(each) not in _PLAIN or each.layout is not torch.strided:
                     raise NotLowered(f"is given a tensor that is not a plain one ({describe(each)})")
             elif not isinstance(each, _CONSTANTS):
                 raise NotLowered(f"is given a {type(each).__name__}")
-        fakes = self.fakes = FakeInputs()
+        fakes = self.fakes = FakeInputs([*graphs.held(), *tensors(list(args))])
         self.args = map_tensors(fakes.of, list(args))
         self.held = [fakes.of(each) for each in graphs.held()]
         self.outputs = self._outputs()
@@ -263,7 +262,7 @@ class RecordedForm:
             outputs = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), outputs)
         for each in leaves(outputs):
             if isinstance(each, torch.Tensor):
-                if type(each).__name__ != "FakeTensor" or each.layout is not torch.strided:
+                if type(each) is not FakeTensor or each.layout is not torch.strided:
                     raise NotLowered("gives tensors of classes of their own")
             elif not isinstance(each, _CONSTANTS):
                 raise NotLowered(f"gives a {type(each).__name__}")

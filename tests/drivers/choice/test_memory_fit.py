@@ -208,3 +208,23 @@ def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
     with pytest.raises(DriverError, match=r"holds .* optimizer.*What would fit: memory="):
         driver.run(8, x, x)
     driver.close()
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return (x.abs() * 2).square()
+
+
+def test_a_limit_is_for_the_stages_as_graphs_where_these_run(threads):
+    """Autograd saves what `abs` and `square` take. Graphs keep the first of these alone."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), Twice(), nn.Linear(64, 64)) for _ in range(2)]
+    pipe, x = pipeline(nn.Sequential(*layers), nn.MSELoss(), split=["1"]), torch.randn(1024, 64)
+    found = {}
+    for compile in (False, "graphs"):
+        found[compile] = least(pipe, threads, 8, x, x, checkpoint="never", compile=compile)
+        driver = PipelineDriver(pipe, threads, schedule="1f1b", world_size=2, compile=compile)
+        peak = max(driver.memory(8, x, x).peaks)
+        assert peak <= found[compile] < 1.01 * peak
+        driver.close()
+    assert found["graphs"] < 0.95 * found[False]

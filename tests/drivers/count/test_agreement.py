@@ -225,6 +225,24 @@ def test_outputs_that_were_sent_are_freed(cluster):
     assert max(map(abs, errors(driver, 4, x, target))) == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "schedule", "options"),
+    [
+        (lambda: attention(0.1), "zb_h1", {}),
+        (lambda: convolutions(0.0), "fill_drain", {"checkpoint": {1: "always", 2: "except_last"}}),
+        (lambda: in_place(2), "v_half", {"world_size": 2}),
+        (lambda: recurrent(0.0), "1f1b", {}),
+        (tied, "1f1b", {}),
+    ],
+)
+def test_stages_as_graphs_hold_what_is_counted_to_the_byte(cluster, model, schedule, options):
+    """Also those of which a stage runs eagerly: kernels of recurrent layers keep nothing where autograd is off."""
+    torch.manual_seed(0)
+    module, x, target, loss_fn = model()
+    driver = PipelineDriver(pipeline(module, loss_fn), cluster, schedule=schedule, compile="graphs", **options)
+    assert errors(driver, 4, x, target) == [0] * len(driver.program(4).orders)
+
+
 def test_what_autocast_casts_is_counted(threads):
     module, x, target, loss_fn = deferring()
     with torch.autocast("cpu", torch.bfloat16):
