@@ -1,8 +1,11 @@
 """How Sphinx makes the site of these pages: `make docs`. What the Markdown needs for it is in markdown_site.py;
 the pages of source files are made by source_pages.py."""
 
+import gc
 import sys
 from pathlib import Path
+
+gc.disable()  # a fifth of the time, and nothing is left to free: the process ends with the site
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]

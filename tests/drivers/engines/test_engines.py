@@ -1,5 +1,9 @@
 """All engines keep one contract."""
 
+import os
+import socket
+import sys
+
 import pytest
 
 from pippy import local_cluster
@@ -8,7 +12,6 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import keep
-from tests.drivers.torchrun_jobs import started
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -35,7 +38,7 @@ def test_an_engine_keeps_the_contract(engine):
         cluster.close()
 
 
-SCRIPT = """
+RANK = """
 from unittest.mock import patch
 
 from pippy import cluster
@@ -45,15 +48,31 @@ from tests.drivers.engines.contract import keep
 with patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
     workers = cluster(names=["a", "b"], **OPTIONS)
 keep(workers)
-print("kept")
+open("kept", "w")
 """
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "rpc"}], ids=["", "by rpc"])
-def test_torchrun_keeps_the_contract(options, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("**OPTIONS", f"**{options!r}"))
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    with started(*run) as job:
-        output, errors = job.communicate(timeout=60)
-    assert job.returncode == 0 and output.split() == ["kept"], errors
+def test_ranks_keep_the_contract(quick_clusters, options, tmp_path):
+    """Two processes with what torchrun tells its own; torchrun itself is in test_torchrun.py."""
+    code = RANK.replace("**OPTIONS", f"**{options!r}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        quick_clusters.popen(
+            [sys.executable, "-c", code],
+            pass_fds=[],
+            env=os.environ | told | {"RANK": rank, "LOCAL_RANK": rank},
+            cwd=tmp_path,
+        )
+        for rank in "01"
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                rank.wait()
+    assert (tmp_path / "kept").exists()

@@ -14,7 +14,7 @@ from tests.drivers.processes import watched, within
 from tests.drivers.torchrun_jobs import PORT, ROOT, job, ready, tell
 
 SCRIPT = str(ROOT / "tests/drivers/hosts_script.py")
-SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v"]  # one of each placement; test_mixed_clusters.py has all
+SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v"]  # one of each placement
 OPTIONS = {"OPTIONS": '{"timeout": 1.0}'}
 
 
