@@ -11,7 +11,6 @@ from exps.habits.judge import judge
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
 
-
 def pairs(seed):
     """The choices of an example, two at a time."""
     choices = asdict(draw(seed))
