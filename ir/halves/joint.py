@@ -176,8 +176,14 @@ class _NotedKey:
 
 
 def draws_or_seeds(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, or seeds what they are drawn from."""
-    return node.target is seed_now or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws random numbers, or seeds what they are drawn from. Attention without dropout does not."""
+    if node.target is seed_now:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def storage_of(node: fx.Node) -> int | None:

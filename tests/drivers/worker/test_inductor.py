@@ -183,6 +183,24 @@ def test_what_cannot_be_compiled_runs_as_a_graph_and_says_why(monkeypatch, compi
     assert said.startswith(f"compiled graphs for 1 form of inputs; as graphs that are not compiled: {why}")
 
 
+class Attends(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 8), dropout
+
+    def forward(self, x):
+        q = self.layer(x).view(1, 2, 2, 8)
+        return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout).view(4, 8)
+
+
+def test_attention_without_dropout_draws_nothing(compiler):
+    stage = Attends(0.0)
+    expected = plainly(copy.deepcopy(stage))
+    found, said = trained(stage, compiler, halves=False)
+    assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
+    assert counts(compiler) == (2, 0)
+
+
 def test_random_numbers_that_depend_on_values_are_drawn_by_the_graph(compiler):
     class Draws(nn.Linear):
         def forward(self, x):
