@@ -23,7 +23,7 @@ class AskWays:
 
 @dataclass(frozen=True)
 class Ping:
-    """Urgent: answer anything, to show that the worker lives."""
+    """Urgent: answer, to show that the worker lives: while it compiles, how many pieces are done and how many there are."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from pippy.drivers.base.errors import WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
@@ -26,6 +26,8 @@ class LivingWorkers(Protocol):
     def mark_lost(self, worker: int, how: str) -> WorkerLostError: ...
 
     def unanswered(self) -> str: ...
+
+    def heard(self, worker: int, pong: Any) -> None: ...
 
 
 class CallWait:
@@ -122,7 +124,8 @@ class CallWait:
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
-        _, error = outcome(ping.future.value)
+        pong, error = outcome(ping.future.value)
         if error is not None:
             how = f"the connection to it broke: {last_line(error)}"
             raise self.workers.mark_lost(ping.worker, how)
+        self.workers.heard(ping.worker, pong)

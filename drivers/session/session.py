@@ -25,6 +25,7 @@ from pippy.drivers.session import command_log as actions
 from pippy.drivers.session.call_wait import CallWait
 from pippy.drivers.session.calls import Address, Messages, PendingCall, last_line, outcome, succeeds
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
+from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -63,6 +64,7 @@ class Session:
         self.messages = messages or ControllerConnections()
         self._deaths, self._end_processes = deaths, end_processes
         self._waits: set[weakref.ref[CallWait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
+        self.compiling = CompileProgress([worker.name for worker in self.workers])
         self._reports: deque[tuple[int, int, str]] = deque()
         self._gone: deque[tuple[int, tuple[int, ...]]] = deque()
         self._connected: set[tuple[int, int]] = set()
@@ -93,6 +95,10 @@ class Session:
     def ping(self, worker: int) -> PendingCall:
         """Ask whether a worker lives."""
         return self._urgent(worker, Ping())
+
+    def heard(self, worker: int, pong: Any) -> None:
+        """Note what a worker has answered to a ping."""
+        self.compiling.show(worker, pong)
 
     def _urgent(self, worker: int, message: Any) -> PendingCall:
         pickled = pickle_message(message)
@@ -154,6 +160,7 @@ class Session:
             if wait is not None:
                 self._waits.discard(own)
                 wait.close()
+                self.compiling.end()
 
     def _wake(self) -> None:
         """Have the waits of all threads see what has changed."""

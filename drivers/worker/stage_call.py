@@ -116,7 +116,7 @@ class StageCall:
     ) -> tuple[Any, Run] | None:
         seed_whole(self.name, self.drawn_as_whole)
         with check_unchanged(self.name, self.module, self.constant) if self.constant else nullcontext():
-            made = graphs.forward(inputs, step, backward)
+            made = graphs.forward(inputs, step, backward, self.halves)
         if made is None or not self.memory:
             return made
         outputs, run = made

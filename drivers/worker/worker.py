@@ -17,7 +17,7 @@ from pippy.drivers.protocol.generation import Generate
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
 from pippy.drivers.protocol.steps import Step
 from pippy.drivers.protocol.trials import RunTrial
-from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp
+from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp, Ping
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun
@@ -89,7 +89,14 @@ class Worker:
         elif isinstance(message, AskWritten):
             state = self.drivers.get(message.driver)
             return state.writer.ask() if state else Failure("the worker has dropped the driver", "")
+        elif isinstance(message, Ping):
+            return self.compiling()
         return None
+
+    def compiling(self) -> tuple[int, int] | None:
+        """While it compiles pieces of stages: how many are done, and how many there are."""
+        found = [each.graphs.progress for each in list(self.drivers.values()) if each.graphs is not None]
+        return next((each for each in found if each is not None), None)
 
     def dump(self) -> str:
         """What the worker is doing or waiting for, in a line."""
@@ -108,6 +115,9 @@ class Worker:
             doing += f", {_place(running)}: {running.current()}"
         elif state is not None and state.datasets.loading:
             doing += ", loading its inputs"
+        compiling = self.compiling()
+        if compiling is not None:
+            doing += f", compiling piece {compiling[0] + 1} of {compiling[1]}"
         waiting = self.context.transport.waiting_for()
         waits = f"; waits for {_awaited(running, waiting[0])}" if waiting else ""
         return f"{doing}{waits}"

@@ -1,5 +1,6 @@
 """Backends of torch.compile, called on pieces of stages: `Backend`, and `CalledBackend` for all but inductor."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,14 +10,20 @@ from torch import fx
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves.pieces import Piece
 
+one_at_a_time = (
+    threading.RLock()
+)  # in a process: torch's tracers and compilers change classes and settings while they run
 Code = Callable[[list[torch.Tensor]], Sequence[Any]]  # it takes a list, and empties it
 
 
 class Backend(Protocol):
     """What compiles pieces. Pieces of one ``key`` are alike."""
 
-    def compile(self, piece: Piece, key: str) -> Code:
-        """The compiled code of a piece. Raises what the compiler raises."""
+    def compile(self, piece: Piece, key: str, wait: bool) -> Code | None:
+        """The compiled code of a piece; None if another worker compiles such a piece now, and this one is not to wait for it.
+
+        Raises what the compiler raises.
+        """
 
 
 class CalledBackend:
@@ -35,7 +42,7 @@ class CalledBackend:
         given = {"mode": None if mode == "default" else mode, "options": dict(options or {})}
         self.options = {name: value for name, value in given.items() if value}
 
-    def compile(self, piece: Piece, key: str) -> Code:
+    def compile(self, piece: Piece, key: str, wait: bool) -> Code:
         """The code that the backend makes of a piece."""
         inputs = [each.zero_() for each in example_inputs(piece)]
         return takes_a_list(self.function(plain_graph(piece), inputs, **self.options))

@@ -2,7 +2,8 @@
 
     the key of a piece, the versions and settings ─▶ a name in a folder
                                                       there:       it is loaded
-                                                      not there:   who has the lock compiles it and saves it
+                                                      not there:   who has the lock compiles it and saves it;
+                                                                   the others compile other pieces meanwhile
 
 The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CACHE_DIR sets.
 """
@@ -31,12 +32,14 @@ class Inductor:
         self.mode, self.options, self.folder = mode, options or {}, folder
         self.compiled = self.loaded = 0
 
-    def compile(self, piece: Piece, key: str) -> Code:
-        """The code of a piece, from the folder if it is there."""
+    def compile(self, piece: Piece, key: str, wait: bool) -> Code | None:
+        """The code of a piece, from the folder if it is there; None if another worker makes it, and this one does not wait."""
         options = {**(torch._inductor.list_mode_options(self.mode) if self.mode else {}), **self.options}
         name = blake2b(f"{key} {_settings(options)}".encode(), digest_size=16).hexdigest()
         artifact_class = torch._inductor.CompiledArtifact
-        with _locked(self._folder() / f"{name}.lock"):
+        with _locked(self._folder() / f"{name}.lock", wait) as locked:
+            if not locked:
+                return None
             path = self._folder() / name
             if path.exists():
                 try:
@@ -76,8 +79,12 @@ def _settings(options: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Inside, no other process has this lock. The system takes it from a process that ends."""
+def _locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Inside, no other process has this lock; False if one has it. The system takes it from a process that ends."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

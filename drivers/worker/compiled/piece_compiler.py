@@ -6,7 +6,6 @@ Random numbers are drawn in front of the compiled code, by the same operations i
 """
 
 import os
-import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -15,15 +14,13 @@ import torch
 from torch import fx
 
 from pippy.drivers.protocol.compile_options import GRAPHS, INDUCTOR, CompileOptions
-from pippy.drivers.worker.compiled.backend import Backend, CalledBackend, Code
+from pippy.drivers.worker.compiled.backend import Backend, CalledBackend, Code, one_at_a_time
 from pippy.drivers.worker.compiled.inductor import Inductor
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import shortened
 from pippy.ir.halves.joint import draws_or_seeds
 from pippy.ir.halves.pieces import Piece, without_draws
-
-_compiling = threading.RLock()  # torch's compilers change settings of the process while they run
 
 
 class NotCompiled(StageError):
@@ -36,30 +33,47 @@ class PieceCompiler:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.made: dict[str, Code | NotCompiled] = {}
+        self.progress: tuple[int, int] | None = (
+            None  # while it compiles: how many pieces are done, and how many there are
+        )
 
-    def code(self, piece: Piece) -> Code:
-        """The compiled code of a piece. Raises `NotCompiled` if there is none."""
+    def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled]:
+        """The compiled codes of pieces, or why there are none. Those that other workers compile now come last."""
+        found: dict[int, Code | NotCompiled] = {}
+        try:
+            for wait in (False, True):
+                for piece in pieces:
+                    self.progress = len(found), len(pieces)
+                    if id(piece) not in found and (code := self._code(piece, wait)) is not None:
+                        found[id(piece)] = code
+        finally:
+            self.progress = None
+        return [found[id(piece)] for piece in pieces]
+
+    def _code(self, piece: Piece, wait: bool) -> Code | NotCompiled | None:
         if any(map(draws_or_seeds, piece.module.graph.nodes)):
             divided = without_draws(piece)
             if divided is None:
-                raise NotCompiled("it draws random numbers that depend on values")
+                return NotCompiled("it draws random numbers that depend on values")
             draw, rest = divided
-            code = self.code(rest)
-            return lambda values: code([*values, *draw([])])
+            code = self._code(rest, wait)
+            if code is None or isinstance(code, NotCompiled):
+                return code
+            return _drawing(draw, code)
         if not any(node.op == "call_function" for node in piece.module.graph.nodes):
             return piece.module
         key = _key(piece)
         if key not in self.made:
             try:
-                with _compiling:
-                    self.made[key] = self.backend.compile(piece, key)
+                with one_at_a_time:
+                    code = self.backend.compile(piece, key, wait)
             except Exception as error:  # of a compiler, a file system, or an artifact of another machine
                 first = str(error).strip().partition("\n")[0]
-                self.made[key] = NotCompiled(f"{type(error).__name__}: {shortened(first, 200)}")
-        made = self.made[key]
-        if isinstance(made, NotCompiled):
-            raise NotCompiled(str(made))
-        return made
+                code = NotCompiled(f"{type(error).__name__}: {shortened(first, 200)}")
+            if code is None:
+                return None
+            self.made[key] = code
+        return self.made[key]
 
     @property
     def failures(self) -> Sequence[str]:
@@ -85,6 +99,10 @@ def _share_the_cores() -> None:
         from torch._inductor import config  # slow to import
 
         config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
+
+
+def _drawing(draw: Code, code: Code) -> Code:
+    return lambda values: code([*values, *draw([])])
 
 
 def _key(piece: Piece) -> str:

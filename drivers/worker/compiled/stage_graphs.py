@@ -7,7 +7,6 @@ What F, I and W compute is what the module and autograd compute, operation by op
 refused with `NotLowered`, before anything has run.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import filled
-from pippy.drivers.worker.compiled.backend import Code
+from pippy.drivers.worker.compiled.backend import Code, one_at_a_time
 from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
 from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
@@ -42,8 +41,6 @@ _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks
 
 _NOT_RUN = "eager: no micro-batch of it has run"
 
-_recording = threading.RLock()  # make_fx changes classes of torch while it records
-
 
 Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
 
@@ -63,6 +60,11 @@ class GraphsOfStages:
             made = StageGraphs(name, module, template, self.compiler, options.fullgraph, options.limit)
             self.stages[name] = made
         return made
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """While pieces are compiled: how many are done, and how many there are."""
+        return None if self.compiler is None else self.compiler.progress
 
     def said(self, names: Iterable[str]) -> dict[str, str]:
         """How each of these stages runs, and why if it has no graphs."""
@@ -128,14 +130,14 @@ class StageGraphs:
         return "; ".join(said) or _NOT_RUN
 
     def forward(
-        self, inputs: Sequence[Any], step: int | None = None, backward: bool = True
+        self, inputs: Sequence[Any], step: int | None = None, backward: bool = True, halves: bool = False
     ) -> "tuple[Any, GraphRun] | None":
         """Run F. None if there is no such graph. In calls of one ``step``, the flags of modules and tensors are the same.
 
-        Without a ``backward``, nothing is kept for it.
+        Without a ``backward``, nothing is kept for it. With ``halves``, its halves will run.
         """
         form = self.form(inputs, step, backward)
-        return None if isinstance(form, str) else form.run(inputs)
+        return None if isinstance(form, str) else form.run(inputs, halves)
 
     def check_eager(self, inputs: Sequence[Any], backward: bool) -> None:
         """Raise if a graph is required for these inputs, which have none."""
@@ -157,14 +159,13 @@ class StageGraphs:
             self.forms[key] = form
         return form
 
-    def code(self, piece: Piece) -> Code:
-        """What runs a piece."""
-        if self.compiler is not None:
-            try:
-                return self.compiler.code(piece)
-            except NotCompiled as error:
-                self.not_compiled.append(str(error))
-        return quick_code(piece)
+    def codes(self, pieces: Sequence[Piece]) -> list[Code]:
+        """What runs pieces."""
+        if self.compiler is None:
+            return list(map(quick_code, pieces))
+        made = self.compiler.codes(pieces)
+        self.not_compiled += [str(each) for each in made if isinstance(each, NotCompiled)]
+        return [quick_code(piece) if isinstance(code, NotCompiled) else code for piece, code in zip(pieces, made)]
 
     def give_up(self, inputs: Sequence[Any], backward: bool, error: Exception) -> None:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
@@ -205,7 +206,7 @@ class StageGraphs:
         """Inside, graphs are recorded. Raises if that changes the stage, which is then as before."""
         before = Before(list(self.module.modules()), set())
         try:
-            with _recording, _disable_current_modes():  # such as one that counts memory
+            with one_at_a_time, _disable_current_modes():  # such as one that counts memory
                 yield
         finally:
             changes, written, _ = before.changes()
@@ -248,6 +249,7 @@ class RecordedForm:
         self.held = [fakes.of(each) for each in graphs.held()]
         self.outputs = self._outputs()
         self._codes: dict[int, Code] = {}
+        self._is_first, self._halves = True, False
         # The gradients of outputs are most often laid out as these.
         usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
         self.cut = self._cut(usual, None)
@@ -303,7 +305,8 @@ class RecordedForm:
         nodes = {node.name: node for node in joint.module.graph.nodes}
         return Pieces(joint, [nodes[name] for name in kept])
 
-    def run(self, args: Sequence[Any]) -> "tuple[Any, GraphRun]":
+    def run(self, args: Sequence[Any], halves: bool) -> "tuple[Any, GraphRun]":
+        self._halves = halves
         values = self.call(self.cut.forward, [*self.graphs.held(), *tensors(args)])
         kept = values[len(self.cut.joint.outputs) :]
         items = iter(values)
@@ -315,11 +318,22 @@ class RecordedForm:
 
     def call(self, piece: Piece, values: list[torch.Tensor]) -> Sequence[Any]:
         """Run a piece."""
-        code = self._codes.get(id(piece))
-        if code is None:
-            code = self._codes[id(piece)] = self.graphs.code(piece)
+        code = self._codes.get(id(piece)) or self._code(piece)
         with torch.no_grad():
             return code(values)
+
+    def _code(self, piece: Piece) -> Code:
+        """What runs a piece. The first run of F is not compiled, so that stages behind it begin to compile meanwhile. All
+        pieces are compiled for the next computation."""
+        if piece is self.cut.forward and self._is_first and self.graphs.compiler is not None:
+            self._is_first = False
+            return quick_code(piece)
+        cut = self.cut
+        backward = (cut.backward_input, cut.backward_weight) if self._halves else (cut.backward,)
+        pieces = {id(each): each for each in (piece, cut.forward, *backward)}
+        missing = [each for number, each in pieces.items() if number not in self._codes]
+        self._codes.update(zip(map(id, missing), self.graphs.codes(missing)))
+        return self._codes[id(piece)]
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
         """The cut for gradients of outputs of a form."""

@@ -168,10 +168,11 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     while not compiled.exists():
         assert time.monotonic() < end
     for _ in range(10):
-        cluster.session.answer(cluster.session.ping(0))
+        assert cluster.session.answer(cluster.session.ping(0)) == (0, 2), "F and B, none of which is done"
     assert time.monotonic() < end
     busy.unlink()
     assert torch.isfinite(step.result())
+    assert cluster.session.answer(cluster.session.ping(0)) is None
     driver.close()
 
 

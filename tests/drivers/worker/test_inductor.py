@@ -1,5 +1,6 @@
 """Compiled pieces: the numbers of the stage to rounding, each piece compiled once, and a compiler that fails stops nothing."""
 
+import contextlib
 import copy
 import shutil
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
+from pippy.drivers.worker.compiled import inductor
 from pippy.drivers.worker.compiled.backend import CalledBackend
 from pippy.drivers.worker.compiled.inductor import Inductor
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
@@ -69,8 +71,9 @@ def trained(stage, compiler, halves):
     graphs = StageGraphs("stage", stage, compiler=compiler)
     torch.manual_seed(1)
     x = torch.randn(4, 8, requires_grad=True)
+    graphs.forward([x], halves=halves)  # the first F is not compiled
     torch.manual_seed(2)
-    output, run = graphs.forward([x])
+    output, run = graphs.forward([x], halves=halves)
     if halves:
         (gradient,) = run.backward_input(torch.ones(4, 8))
         run.backward_weight()
@@ -129,8 +132,9 @@ def test_other_backends_have_real_halves(backend):
     graphs = StageGraphs("stage", stage, compiler=PieceCompiler(CalledBackend(backend)))
     torch.manual_seed(1)
     x = torch.randn(4, 8, requires_grad=True)
+    graphs.forward([x], halves=True)
     torch.manual_seed(2)
-    output, run = graphs.forward([x])
+    output, run = graphs.forward([x], halves=True)
     (gradient,) = run.backward_input(torch.ones(4, 8))
     assert all(each.grad is None for each in stage.parameters())
     run.backward_weight()
@@ -152,6 +156,34 @@ def test_pieces_with_other_constants_are_compiled_apart(compiler):
         stage = Scaled(factor)
         assert torch.equal(trained(stage, compiler, halves=False)[0][0], plainly(copy.deepcopy(stage))[0])
     assert compiler.backend.compiled == 4
+
+
+def test_pieces_that_another_worker_compiles_come_last(compiler, tmp_path, monkeypatch):
+    """So two workers with equal stages compile each one half of the pieces."""
+    stage = layers()
+    trained(stage, compiler, halves=True)
+    pieces = [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
+    asked, locked = [], inductor._locked
+
+    @contextlib.contextmanager
+    def busy(path, wait):
+        asked.append((path.stem, wait))
+        with locked(path, wait) as free:
+            yield free and (wait or path.stem != asked[0][0])
+
+    monkeypatch.setattr(inductor, "_locked", busy)
+    other = PieceCompiler(Inductor(folder=tmp_path))
+    trained(layers(), other, halves=True)
+    assert counts(other) == (0, 3) and len(pieces) == 3
+    assert [wait for _, wait in asked] == [False, False, False, True] and asked[0][0] == asked[3][0]
+
+
+def test_a_lock_that_another_has_is_not_waited_for(tmp_path):
+    with (
+        inductor._locked(tmp_path / "lock", wait=True) as mine,
+        inductor._locked(tmp_path / "lock", wait=False) as other,
+    ):
+        assert mine and not other
 
 
 def test_a_file_that_cannot_be_read_is_compiled_again(compiler, tmp_path):
