@@ -42,10 +42,8 @@ class Cluster:
         session: Session,
         engine: Engine,
         device_type: str = "cpu",
-        routes: Routes | None = None,
     ) -> None:
         self.workers, self.device_type = tuple(names), device_type
-        self._routes = routes or Routes.of_host(names, "this host", shares_memory=True)
         self.session, self.engine = session, engine
         self._drivers = itertools.count()
         self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
@@ -71,8 +69,9 @@ class Cluster:
     @property
     def routes(self) -> Routes:
         """How values go between each two workers. Those that compute on GPUs are asked what they have tried so far."""
-        asks = self._routes.has_devices and not (self.closed or self.session.broken)
-        return self._routes.tried(self.session.ways()) if asks else self._routes
+        routes = self.engine.routes
+        asks = routes.has_devices and not (self.closed or self.session.broken)
+        return routes.tried(self.session.ways()) if asks else routes
 
     def next_driver(self) -> int:
         """The number of another driver."""
@@ -91,7 +90,7 @@ class Cluster:
         """
         drivers = dict(sorted(self.open_drivers.items()))
         places = []
-        for worker, (address, host) in enumerate(zip(self.session.workers, self._routes.hosts)):
+        for worker, (address, host) in enumerate(zip(self.session.workers, self.engine.routes.hosts)):
             holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
             places.append(WorkerPlace(address.name, host, address.pid, holds))
         return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
@@ -125,7 +124,7 @@ class Cluster:
 
     def _repr_html_(self) -> str:
         """The workers and their hosts; and how values go between them, if there are several ways."""
-        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self._routes.hosts))]
+        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self.engine.routes.hosts))]
         routes = self.routes
         ways = str(routes) if len(routes.groups) > 1 or routes.on_devices else ""
         state = escape(repr(self).partition(":")[0].lstrip("<"))

@@ -2,6 +2,7 @@
 
     local/        processes of this host, which a fork server starts and watches
     torchrun/     processes that torchrun has started, on one host or several
+    ray/          actors of Ray, on one host or several
     threads.py    threads of this process
 
 What workers send each other goes by the wire, of which an engine knows nothing but who may be connected with whom. All
@@ -11,6 +12,7 @@ engines pass the tests of tests/drivers/engines/contract.py.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address, Messages
 from pippy.drivers.session.session import Session
 
@@ -19,7 +21,8 @@ class Engine(Protocol):
     """The workers of one cluster, as the operating system, or another program, has them.
 
     ``fixed`` is why a worker cannot be replaced; None if it can. ``recovery_advice`` ends the error for a lost worker.
-    ``messages``, once the workers are started, carries the controller's messages to them.
+    ``messages``, once the workers are started, carries the controller's messages to them, and ``routes`` says how values go
+    between them.
     """
 
     @property
@@ -30,6 +33,9 @@ class Engine(Protocol):
 
     @property
     def messages(self) -> Messages: ...
+
+    @property
+    def routes(self) -> Routes: ...
 
     def start(self, timeout: float) -> Sequence[Address]:
         """Start the workers, and wait until each can take messages. Gives where they are, in their order."""

@@ -59,6 +59,7 @@ class ThreadEngine:
         self.workers = [worker(context) for context in self.contexts]
         messages = [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
         self.messages = ControllerMessages(own=dict(enumerate(messages)))
+        self.routes = Routes.of_host(self.names, "here", True, self.devices)
         self._threads = [
             threading.Thread(target=_run, args=(each,), name=f"pippy {name}", daemon=True)
             for name, each in zip(names, self.workers)
@@ -106,7 +107,7 @@ def thread_cluster(
     """
     engine = ThreadEngine(worker_names(n, names), accelerators)
     session = start(engine, 5.0, 60.0)
-    return Cluster(engine.names, session, engine, routes=Routes.of_host(engine.names, "here", True, engine.devices))
+    return Cluster(engine.names, session, engine)
 
 
 def _run(worker: Any) -> None:

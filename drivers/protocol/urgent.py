@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pippy.drivers.wire.messages.doors import Invitation
+
 
 @dataclass(frozen=True)
 class GiveUp:
@@ -28,10 +30,22 @@ class Ping:
 
 @dataclass(frozen=True)
 class Connect:
-    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker."""
+    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker.
+
+    If the answer is an Invitation, the other worker is to come in. With ``near`` the two can share memory.
+    """
 
     one: int
     other: int
+    near: bool = True
+
+
+@dataclass(frozen=True)
+class ComeIn:
+    """Urgent: go to the door that another worker has opened."""
+
+    host: int
+    invitation: Invitation
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker is: its name, its host and its process.
+    """Where a worker is: its name, its host and its process. Those with the same text of ``memory`` can share memory.
 
     >>> Address("first", "localhost", 4711).name
     'first'
@@ -26,6 +26,7 @@ class Address:
     name: str
     host: str
     pid: int
+    memory: str = ""
 
 
 @dataclass(eq=False)

@@ -20,13 +20,14 @@ from typing import Any, TypeVar, cast
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.protocol.commands import Answer, Failure
-from pippy.drivers.protocol.urgent import AskWays, Connect, Dump, Ping
+from pippy.drivers.protocol.urgent import AskWays, ComeIn, Connect, Dump, Ping
 from pippy.drivers.session import command_log as actions
 from pippy.drivers.session.call_wait import CallWait
 from pippy.drivers.session.calls import Address, Messages, PendingCall, last_line, outcome, succeeds
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
 from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
 
@@ -123,7 +124,10 @@ class Session:
                     if first is None:
                         self._connected.add(pair)
                 if first is not None:
-                    self.answer(self.urgent(first, Connect(*pair)))
+                    near = self.workers[pair[0]].memory == self.workers[pair[1]].memory
+                    answer = self.answer(self.urgent(first, Connect(*pair, near)))
+                    if isinstance(answer, Invitation):
+                        self.answer(self.urgent(pair[1], ComeIn(first, answer)))
                     self._connected.add(pair)
 
     def answer(self, call: PendingCall) -> Any:

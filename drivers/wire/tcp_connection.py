@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,16 +22,24 @@ from pippy.drivers.wire.memory import Memory, private_memory
 from pippy.drivers.wire.memory_file import CopiedBytes
 from pippy.drivers.wire.packet import HEADER, LAYOUT, NO_KEY, START, VALUE, write_header
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
+from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.value_layout import NO_LAYOUT, Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
 _SMALL = 1 << 16  # bytes of a packet that goes through memory that is kept; a larger one has memory of its own
+
+
+class Taker(Protocol):
+    """Takes what arrives, on the thread that reads the connection."""
+
+    def deliver(self, key: ValueKey, value: Any) -> None:
+        """Take a value."""
 
 
 class TcpConnection:
     """One end of a connection. What arrives goes to ``received``; when it breaks, ``broke`` is called, once, with the reason.
 
     >>> import select
+    >>> from pippy.drivers.wire.received_values import ReceivedValues
     >>> received = ReceivedValues(), ReceivedValues()
     >>> here, there = (TcpConnection(end, values, [].append) for end, values in zip(socket.socketpair(), received))
     >>> here.send((0, 0, 0), torch.ones(2))
@@ -44,7 +52,7 @@ class TcpConnection:
     ...     each.close()
     """
 
-    def __init__(self, end: socket.socket, received: ReceivedValues, broke: Callable[[str], None]) -> None:
+    def __init__(self, end: socket.socket, received: Taker, broke: Callable[[str], None]) -> None:
         end.setblocking(True)  # for the threads; the sends of the one that computes do not wait
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -28,14 +29,15 @@ class WorkerTransport(Transport):
     """The transport of one worker, ``index``, with a connected socket for each peer of its host.
 
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers that pass values. ``peers`` has some; others
-    come from the controller, before the first message that needs them. ``limit`` bounds the shared memory that is kept for
-    each direction (a single value may be larger); values for which it has no room are in memory of their own until they are
-    read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
-    not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
+    come from the controller, before the first message that needs them, or `add_near` brings them. ``limit`` bounds the shared
+    memory that is kept for each direction (a single value may be larger); values for which it has no room are in memory of
+    their own until they are read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A
+    ring of which half is not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a
+    process ends.
 
-    To the peers ``far``, which share no memory with this process, values go by a connection of TCP: `add_far` brings it, and
-    ``lost`` is called if it breaks. Where there is none ``post(to, key, value)`` carries them, and at its end ``deliver`` is
-    called. It gets a copy on the CPU that nobody changes, and must not wait for the receiver.
+    To peers which share no memory with this process, values go by a connection of TCP: `add_far` brings it, and ``lost`` is
+    called if it breaks. To those that are ``far`` and have none ``post(to, key, value)`` carries them, and at its end
+    ``deliver`` is called. It gets a copy on the CPU that nobody changes, and must not wait for the receiver.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
@@ -69,6 +71,7 @@ class WorkerTransport(Transport):
         self.received, self._limit = ReceivedValues(), limit
         self._post, self._lost = post, lost
         self.far_connections: dict[int, TcpConnection] = {}
+        self._brought: deque[tuple[int, socket.socket]] = deque()  # the sockets that other threads have for this one
         self._closed = False
         self._pinned = pinned
         self.connections: dict[int, SharedMemoryConnection] = {}
@@ -90,10 +93,10 @@ class WorkerTransport(Transport):
             if to == self.index:
                 self.received.put(key, copied(value))
                 return
-            if to in self.far:
+            connection = None if to in self.far else self._await_connection(key, to)
+            if connection is None:
                 self._send_far(to, key, value, self.sent.setdefault(to, SentCount()))
                 return
-            connection = self._await_socket(key, to)
         payload = connection.send(key, value)
         sent = self.sent[to]
         sent.values += 1
@@ -102,8 +105,14 @@ class WorkerTransport(Transport):
     def add_far(self, peer: int, end: socket.socket) -> None:
         """Use a connection of TCP to a far peer. From any thread."""
         connection = self.far_connections[peer] = TcpConnection(end, self.received, partial(self._broke, peer))
+        self.received.wakeup.set()  # a send may wait for it
         if self._closed:
             connection.close()
+
+    def add_near(self, peer: int, end: socket.socket) -> None:
+        """Use a socket to a peer of this host. From any thread."""
+        self._brought.append((peer, end))
+        self.received.wakeup.set()
 
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
@@ -128,8 +137,13 @@ class WorkerTransport(Transport):
             connection.trim()
 
     def forget(self, peers: Collection[int]) -> None:
+        self._take_brought()
         for peer in peers:
             self._unconnected.pop(peer, None)
+            far = self.far_connections.pop(peer, None)
+            if far is not None:
+                self.sent.pop(peer, None)
+                far.close()
             connection = self.connections.pop(peer, None)
             if connection is not None:
                 del self.sent[peer]
@@ -171,7 +185,7 @@ class WorkerTransport(Transport):
             return
         layout = layout_of(value)
         sent.bytes += layout.payload
-        if not self.received.is_lost(to):
+        if to in self.far and not self.received.is_lost(to):
             assert self._post is not None, f"worker {to} is far, and nothing carries values there"
             self._post(to, key, copied(value, layout))
 
@@ -193,19 +207,30 @@ class WorkerTransport(Transport):
         """Take the socket to a peer that the controller has sent."""
         if fd is None:
             self._unconnected[peer] = no_descriptor(f"the socket to worker {peer}")
-        elif peer in self.connections:  # it was not known whether the first would come; both workers keep that
-            os.close(fd)
         else:
-            self._connect(peer, socket.socket(fileno=fd))
+            self._use(peer, socket.socket(fileno=fd))
 
-    def _await_socket(self, key: ValueKey, peer: int) -> SharedMemoryConnection:
-        """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
-        while peer not in self.connections:
+    def _use(self, peer: int, end: socket.socket) -> None:
+        if peer in self.connections:  # it was not known whether the first would come; both workers keep that
+            end.close()
+        else:
+            self._connect(peer, end)
+
+    def _take_brought(self) -> None:
+        while self._brought:
+            self._use(*self._brought.popleft())
+
+    def _await_connection(self, key: ValueKey, peer: int) -> SharedMemoryConnection | None:
+        """Wait for what connects this worker with a peer: it is on its way since before the message of this command.
+
+        None if that is a connection of TCP.
+        """
+        while peer not in self.connections and peer not in self.far_connections:
             if peer in self._unconnected:
                 raise self._unconnected[peer]
             self.received.check(key)
             self._serve(-1)
-        return self.connections[peer]
+        return self.connections.get(peer)
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)
@@ -225,6 +250,7 @@ class WorkerTransport(Transport):
             found = found if found == wanted else -2
             if fd == self._wakeup:
                 self.received.woken()
+                self._take_brought()
             elif fd in self._peer_of:
                 connection = self.connections[self._peer_of[fd]]
                 if connection.queue or connection.socket_full:

@@ -17,7 +17,7 @@ from exps.injected.kinds import ANYWHERE, GENTLE, TIMEOUT
 from exps.injected.left import Held
 from exps.injected.training import Report, Training
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.torchrun.torchrun import cluster
+from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.interrupted_everywhere import descriptors
 
 

@@ -12,7 +12,7 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.engines.torchrun.torchrun import cluster
+from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.processes import watched
 
 TRAINING = """

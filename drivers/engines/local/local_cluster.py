@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.launch_config import LaunchConfig
 from pippy.drivers.engines.local.local_engine import LocalEngine
-from pippy.drivers.engines.routes import Routes
 from pippy.drivers.wire.messages import rpc
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
@@ -115,9 +113,8 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         session = start(engine, timeout, start_timeout)
         if config.uses_rpc:
             rpc.take_reports(session.report_lost)
-        routes = Routes.of_host(config.names, socket.gethostname(), not config.uses_rpc, config.devices)
         return note_opened_cluster(
-            Cluster(config.names, session, engine, torch.device(config.devices[0]).type, routes), config.uses_rpc
+            Cluster(config.names, session, engine, torch.device(config.devices[0]).type), config.uses_rpc
         )
     except BaseException:
         if engine is not None:

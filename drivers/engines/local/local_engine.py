@@ -21,6 +21,7 @@ from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.local.fork_server import BOOT
 from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig, Replace
 from pippy.drivers.engines.local.launch_reports import Died, Failed, Ready
+from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.standard_streams import open_standard_streams
 from pippy.drivers.session.calls import Address, Messages
 from pippy.drivers.wire.messages import rpc
@@ -134,6 +135,11 @@ class LocalEngine:
                     "the process that the workers are forked from has ended; open another cluster"
                 ) from error
         return one, urgent
+
+    @property
+    def routes(self) -> Routes:
+        """How values go between the workers."""
+        return Routes.of_host(self.config.names, socket.gethostname(), not self.config.uses_rpc, self.config.devices)
 
     @property
     def messages(self) -> Messages:

@@ -16,11 +16,7 @@ from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, interface_from_environment, link_to
 from pippy.drivers.engines.torchrun.neighbours import (
     Neighbours,
-    SocketPair,
-    close_all,
     meet_neighbours,
-    this_host,
-    two_pairs,
     without_neighbours,
 )
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
@@ -29,6 +25,7 @@ from pippy.drivers.engines.torchrun.rank_terms import check_terms, terms_of_rank
 from pippy.drivers.engines.torchrun.reach import check_reach
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, this_host, two_pairs
 
 # Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it, and RPC met there.
 _open_stores: list[Store] = []

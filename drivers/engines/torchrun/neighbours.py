@@ -8,21 +8,15 @@
 A rank whose sockets have not come has no neighbours, and is reached by RPC. In the end no rank listens.
 """
 
-import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
-
-SocketPair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
-
-_CONTENT, _TAKEN = 32, b"+"  # the bytes that memory begins with; the answer to a rank whose sockets were taken
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, hand_over, take_over, two_pairs
 
 
 @dataclass
@@ -44,21 +38,6 @@ class Neighbours:
     def of(self, rank: int) -> tuple[int, ...]:
         """The group of a rank."""
         return next(group for group in self.groups if rank in group)
-
-
-def this_host() -> str:
-    """A text that is equal in processes that seem to be on one host: they see the same files, and may share memory.
-
-    The environment variable PIPPY_HOST makes processes of one host count as several hosts.
-    """
-    mounts = ""
-    with suppress(OSError):
-        mounts = os.readlink("/proc/self/ns/mnt")
-    try:
-        running = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        running = socket.gethostname()
-    return f"{running} {mounts} {os.environ.get('PIPPY_HOST', '')}"
 
 
 def without_neighbours(ranks: int) -> Neighbours:
@@ -86,18 +65,6 @@ def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
         close_all(neighbours.own)
         neighbours.own = None
     return neighbours
-
-
-def two_pairs() -> tuple[SocketPair, SocketPair]:
-    """The two ends of two sockets. Only processes that get an end can use it."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1])
-
-
-def close_all(ends: Iterable[socket.socket]) -> None:
-    """Close these sockets."""
-    for end in ends:
-        end.close()
 
 
 def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
@@ -131,25 +98,8 @@ def _take(came: dict[int, SocketPair], within: float, rank: int, end: socket.soc
     """Take the sockets of a rank, and tell it whether that could be done."""
     with end, suppress(OSError):
         end.settimeout(within)
-        try:
-            came[rank] = _handed_over(end)
-        except (OSError, ValueError) as error:
-            end.sendall(str(error).encode())
-        else:
-            end.sendall(_TAKEN)
-
-
-def _handed_over(end: socket.socket) -> SocketPair:
-    """The sockets of who has come. Raises OSError unless the two processes can share memory."""
-    content, descriptors, _, _ = socket.recv_fds(end, _CONTENT, 3)
-    with ExitStack() as undo:
-        for descriptor in descriptors:
-            undo.callback(os.close, descriptor)
-        if len(descriptors) < 3:
-            raise no_descriptor("the sockets and the memory of another rank")
-        if bytes(map_shared(descriptors[0]).part(0, _CONTENT)) != content:
-            raise OSError("what another rank writes into memory cannot be seen")
-        return socket.socket(fileno=os.dup(descriptors[1])), socket.socket(fileno=os.dup(descriptors[2]))
+        messages, urgent = take_over(end, 2)
+        came[rank] = messages, urgent
 
 
 # -- the others
@@ -158,34 +108,26 @@ def _handed_over(end: socket.socket) -> SocketPair:
 def _come_in(board: RankBoard, first: int) -> SocketPair | None:
     """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
     ((line, why),) = board.read("door of", [first])
-    pair = None
+    own = None
     if line:
         try:
             with come_in(Invitation.of_line(line), board.rank, board.timeout) as end:
                 end.settimeout(board.timeout)
-                pair, answer = _hand_over(end)
-            why = "" if pair else f"rank {first} could not let it in: {answer or 'it is not there'}"
+                own, why = _handed_over(end)
+            why = why and f"rank {first} could not let it in: {why}"
         except OSError as error:
             why = f"{type(error).__name__}: {error}"
     board.write("has come in", why)
-    return pair
+    return own
 
 
-def _hand_over(end: socket.socket) -> tuple[SocketPair | None, str]:
-    """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told.
-
-    Returns this rank's ends, or None and why the first rank could not take the others.
-    """
+def _handed_over(end: socket.socket) -> tuple[SocketPair | None, str]:
+    """Make two sockets, and hand their other ends to the first rank. Returns this rank's ends, or None and why not."""
     with ExitStack() as used, ExitStack() as undo:
-        descriptor, memory = create_shared(4096)
-        used.callback(os.close, descriptor)
-        content = os.urandom(_CONTENT)
-        memory.bytes[:_CONTENT] = content
         own_ends, their_ends = two_pairs()
         undo.callback(close_all, own_ends)
         used.callback(close_all, their_ends)
-        socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in their_ends)])
-        if (answer := end.recv(4096)) != _TAKEN:
-            return None, answer.decode()
+        if why := hand_over(end, their_ends):
+            return None, why
         undo.pop_all()
     return own_ends, ""

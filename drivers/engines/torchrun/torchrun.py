@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,9 +30,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.kept_memory import keep_freed_memory
-from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
 from pippy.drivers.engines.local.launch_config import CONTROLLER
-from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.routes import on_devices
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, link_of_rank
 from pippy.drivers.engines.torchrun.meeting import Meeting, meet
@@ -41,14 +39,12 @@ from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.wire.messages import rpc
 from pippy.ir.base.brief import brief
-from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
 
 _was_open = False
 
 
-@placing_words("cluster(n)")
-def cluster(
+def torchrun_cluster(
     n: int | None = None,
     *,
     threads: int | None = None,
@@ -57,36 +53,12 @@ def cluster(
     pin: bool | None = None,
     names: Sequence[str] | None = None,
     timeout: float = 5.0,
-    transport: Literal["shared_memory", "rpc"] | None = None,
+    transport: str | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
     controller_hosts: bool = True,
 ) -> Cluster:
-    """The workers that torchrun has started, or ``n`` new workers on this host. One script works in both cases.
-
-    Under torchrun all ranks call this. Rank 0 gets the cluster, and also hosts a worker, unless ``controller_hosts`` is
-    False. On all other ranks the call runs a worker until rank 0 closes the cluster, and then leaves the script by
-    SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
-    there are GPUs.
-
-    Workers of one host pass tensors through memory that both see, others by TCP and RPC (``print(cluster.routes)``). With
-    ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
-
-    Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
-    PIPPY_WORKERS has the number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`. The
-    option ``pin`` is for workers that this call starts, and refused under torchrun.
-
-    >>> with cluster(2, threads=1) as workers:
-    ...     workers
-    <Cluster of 2 workers, open: worker0, worker1>
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
-        options |= {"pin": pin, "transport": transport, "patience": patience}
-        local_options = {name: value for name, value in options.items() if value is not None}
-        if (lazy := current_lazy_cluster()) is not None:
-            return lazy.requested(n, local_options, timeout=timeout, start_timeout=start_timeout)
-        return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **local_options)
+    """The workers that torchrun has started. `cluster` says what the arguments are."""
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
     _check_not_given("pin", pin)
@@ -105,19 +77,6 @@ def cluster(
         assert worker is not None
         _work(worker, rank_info, met, timeout, start_timeout)
     return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type, transport != "rpc")
-
-
-def _number(n: int | None) -> int:
-    if n is not None:
-        return n
-    workers = os.environ.get("PIPPY_WORKERS", "")
-    if not workers.isdecimal():
-        raise ClusterError(
-            f"cluster() does not know how many workers to start{f': PIPPY_WORKERS is {workers!r}' if workers else ''}; start "
-            f"the script with pippy run -n 2 or torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write "
-            f"cluster(2)"
-        )
-    return int(workers)
 
 
 def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -250,4 +209,4 @@ def _control(
             f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
             f"host, which is slower ({met.routes.far}): {why}"
         )
-    return note_opened_cluster(Cluster(met.routes.names, session, engine, device_type, met.routes), by_rpc=True)
+    return note_opened_cluster(Cluster(met.routes.names, session, engine, device_type), by_rpc=True)

@@ -33,6 +33,7 @@ class TorchrunEngine:
         connects_hosts: bool = True,
     ) -> None:
         self.worker, self.met, self.timeout, self._join = worker, met, timeout, join
+        self.routes = met.routes
         self.owner, self.left = os.getpid(), False
         names = [rank_info.rpc_name(index) for index in range(rank_info.workers)]
         self.others = [name for name in names if name != CONTROLLER]

@@ -1,8 +1,9 @@
-"""The controller's connections to the workers of its host.
+"""The controller's connections to workers: to those of its host, and to others where no RPC goes there.
 
 A call of RPC takes several threads on either side, one after the other. What a step needs is one message and one answer
 for each worker: here the thread that sends is the one that reads the answer, and the worker's is the one that computes.
-What a worker must answer while it computes has a connection of its own, which another thread of the worker reads.
+What a worker must answer while it computes has a connection of its own, which another thread of the worker reads. What comes
+from another host is read by a thread for each connection.
 """
 
 import errno
@@ -18,9 +19,10 @@ from torch.futures import Future
 
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.wire.memory import no_descriptor
-from pippy.drivers.wire.messages.message_connection import MessageConnection
+from pippy.drivers.wire.messages.message_connection import MessageConnection, MessageStream
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 
 
 class ControllerConnections:
@@ -45,12 +47,14 @@ class ControllerConnections:
     def __init__(self, sockets: Mapping[int, socket.socket] = {}, urgent: Mapping[int, socket.socket] = {}) -> None:
         self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
         self._urgent_numbers = itertools.count()
-        self._at = {worker: at for at, worker in enumerate(sockets)}
-        self._urgent_at = {worker: at for at, worker in enumerate(urgent, len(sockets))}
-        both = [*sockets.values(), *urgent.values()]
-        self._ends = [MessageConnection(socket, partial(self._answered, at)) for at, socket in enumerate(both)]
-        self._open = {end.connection.fd: at for at, end in enumerate(self._ends)}
-        self._unanswered: list[dict[int, Future[Pickled]]] = [{} for _ in self._ends]
+        self._at: dict[int, int] = {}
+        self._urgent_at: dict[int, int] = {}
+        self._ends: list[MessageConnection | MessageStream] = []
+        self._open: dict[int, int] = {}  # the descriptors that `wait` serves
+        self._unanswered: list[dict[int, Future[Pickled]]] = []
+        for places, ends in ((self._at, sockets), (self._urgent_at, urgent)):
+            for worker, end in ends.items():
+                self._put(places, worker, end)
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
@@ -72,29 +76,30 @@ class ControllerConnections:
                     raise no_descriptor(f"a socket between workers {one} and {other}") from error
                 raise
             for worker, peer, end in zip((one, other), (other, one), ends):
-                self._ends[self._at[worker]].connection.send_end(peer, end)
+                near = self._near(self._at[worker])
+                assert near is not None, "a socket goes to no other host"
+                near.send_end(peer, end)
         return None
 
     def replace(self, worker: int, end: socket.socket, urgent: socket.socket) -> None:
         """Take other sockets to a worker, in whose place another process is. The calls that were not answered fail."""
         with self._lock, uninterrupted():
-            for at, new in ((self._at[worker], end), (self._urgent_at[worker], urgent)):
-                if not self._ends[at].connection.ended:
-                    self._mark_lost(at)
-                self._ends[at] = MessageConnection(new, partial(self._answered, at))
-                self._open[self._ends[at].connection.fd] = at
+            for places, new in ((self._at, end), (self._urgent_at, urgent)):
+                if worker in places:
+                    self._mark_lost(places[worker])
+                self._put(places, worker, new)
 
     def unsent(self) -> bool:
         """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
         with self._lock:
-            return any(each.connection.queue for each in self._ends)
+            return any(each.connection.queue for each in self._ends if isinstance(each, MessageConnection))
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         for fd, at in list(self._open.items()):
-            full = self._ends[at].connection.socket_full
+            full = (connection := self._near(at)) is not None and connection.socket_full
             poll.register(fd, select.POLLIN | (select.POLLOUT if full else 0))
         found = poll.poll(timeout * 1000)
         for fd, _ in found:
@@ -105,8 +110,26 @@ class ControllerConnections:
     def close(self) -> None:
         """Close all; the calls that are not answered fail."""
         with self._lock:
-            for at in list(self._open.values()):
+            for at in range(len(self._ends)):
                 self._mark_lost(at)
+
+    def _put(self, places: dict[int, int], worker: int, end: socket.socket) -> None:
+        """Use a socket to a worker from now on."""
+        at = places.setdefault(worker, len(self._ends))
+        if end.family == socket.AF_UNIX:
+            made: MessageConnection | MessageStream = MessageConnection(end, partial(self._answered, at))
+            self._open[end.fileno()] = at
+        else:
+            made = MessageStream(end, partial(self._answered, at), partial(self._broke, at))
+        if at == len(self._ends):
+            self._ends.append(made)
+            self._unanswered.append({})
+        else:
+            self._ends[at] = made
+
+    def _near(self, at: int) -> SharedMemoryConnection | None:
+        connection = self._ends[at].connection
+        return connection if isinstance(connection, SharedMemoryConnection) else None
 
     def _send(self, at: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         with self._lock, uninterrupted():  # or the other end might miss the layout of a message
@@ -116,7 +139,7 @@ class ControllerConnections:
             self._ends[at].send(number, pickled)
         return future
 
-    def _answered(self, at: int, number: int, answer: Pickled | Any) -> None:
+    def _answered(self, at: int, number: int, answer: Pickled | Any, _: Any = None) -> None:
         future = self._unanswered[at].pop(number, None)
         if future is not None:
             future.set_result(answer)
@@ -124,8 +147,8 @@ class ControllerConnections:
     def _serve(self, readable: Sequence[int]) -> None:
         with self._lock, uninterrupted():
             for at in readable:
-                connection = self._ends[at].connection
-                if connection.fd not in self._open:  # another thread has found it closed
+                connection = self._near(at)
+                if connection is None or connection.fd not in self._open:  # another thread has found it closed
                     continue
                 try:
                     while connection.step():
@@ -136,8 +159,15 @@ class ControllerConnections:
 
     def _mark_lost(self, at: int) -> None:
         connection = self._ends[at].connection
-        self._open.pop(connection.fd, None)
+        for fd in [fd for fd, found in self._open.items() if found == at]:
+            del self._open[fd]
         connection.close()
         unanswered, self._unanswered[at] = self._unanswered[at], {}
         for future in unanswered.values():
             future.set_exception(ConnectionError("it closed its end of the socket"))  # type: ignore[arg-type]
+
+    def _broke(self, at: int, stream: MessageStream, how: str) -> None:
+        """A connection of TCP has broken. From the thread that reads it."""
+        with self._lock:
+            if self._ends[at] is stream:
+                self._mark_lost(at)

@@ -14,7 +14,6 @@ from torch.distributed import HashStore
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import meeting, rank_terms
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
-from pippy.drivers.engines.torchrun.neighbours import close_all, two_pairs
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
@@ -24,6 +23,7 @@ from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.controller_messages import ControllerMessages
+from pippy.drivers.wire.messages.handed_sockets import close_all, two_pairs
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
 from pippy.drivers.wire.pickling import pickle_message
 from tests.drivers.processes import few_descriptors

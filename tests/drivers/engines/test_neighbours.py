@@ -13,9 +13,10 @@ from torch.distributed import HashStore
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import neighbours
-from pippy.drivers.engines.torchrun.neighbours import close_all, meet_neighbours, this_host
+from pippy.drivers.engines.torchrun.neighbours import meet_neighbours
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.wire.messages import doors
+from pippy.drivers.wire.messages import doors, handed_sockets
+from pippy.drivers.wire.messages.handed_sockets import close_all, this_host
 from tests.drivers.processes import listening, open_descriptors, within
 
 
@@ -85,10 +86,10 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     "where, what, how, words",
     [
-        (neighbours, "create_shared", OSError(38, "not here"), "OSError: .*not here"),
+        (handed_sockets, "create_shared", OSError(38, "not here"), "OSError: .*not here"),
         (doors, "_check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
         (neighbours, "two_pairs", OSError(24, "Too many open files"), "Too many open files"),
-        (neighbours, "map_shared", OSError(12, "no memory"), "^rank 0 could not let it in: .*no memory"),
+        (handed_sockets, "map_shared", OSError(12, "no memory"), "^rank 0 could not let it in: .*no memory"),
     ],
 )
 def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monkeypatch, where, what, how, words):

@@ -11,7 +11,7 @@ import pytest
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.engines.torchrun.torchrun import cluster
+from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.keyed_run import numbers_of_training
 from tests.drivers.processes import listeners, listening, watched
 from tests.drivers.thread_cluster import thread_cluster

@@ -1,0 +1,115 @@
+"""Opens a cluster whose workers are actors of Ray."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.arguments import (
+    check_choice,
+    check_devices,
+    check_seconds,
+    check_threads,
+    polling_time,
+    worker_names,
+)
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster
+from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.lazy_cluster import note_local_cluster
+from pippy.drivers.engines.local.local_cluster import WORKER
+from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
+from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
+from pippy.ir.base.brief import brief
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+def ray_cluster(
+    n: int,
+    *,
+    address: str | None = None,
+    strategy: str = "PACK",
+    resources: Mapping[str, float] | None = None,
+    num_gpus: float = 0,
+    threads: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    device: str | torch.device | None = None,
+    names: Sequence[str] | None = None,
+    timeout: float = 5.0,
+    start_timeout: float = 60.0,
+    patience: float | None = None,
+    _worker: str = WORKER,
+) -> Cluster:
+    """A cluster of ``n`` actors. `cluster` says what the arguments are."""
+    names = worker_names(n, names)
+    check_devices(n, devices, device)
+    check_threads(threads)
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    check_choice("strategy", strategy, STRATEGIES)
+    polling_time(patience, crowded=False)
+    _check_address(address)
+    imported_ray()
+    bundle = _bundle(resources, num_gpus, threads, max(1, _cores() // n) if starts_own(address) else 1)
+    default = "cuda" if bundle.get("GPU") else "cpu"
+    launch = RayLaunch(
+        _worker,
+        names,
+        tuple(map(str, devices if devices is not None else [device or default] * n)),
+        threads or max(1, int(bundle.get("CPU", 1))),
+        bundle,
+        strategy,
+        timeout,
+        patience,
+    )
+    check_none_open()
+    note_local_cluster()
+    use_ray(address, n * bundle.get("CPU", 0))
+    try:
+        engine = RayEngine(launch)
+    except BaseException:
+        leave_ray()
+        raise
+    try:
+        session = start(engine, timeout, start_timeout)
+        device_type = torch.device(engine.places[0]["device"]).type
+        return note_opened_cluster(Cluster(names, session, engine, device_type), by_rpc=False)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_address(address: Any) -> None:
+    if address is not None and not (isinstance(address, str) and address):
+        raise ClusterError(
+            f'address is that of a Ray that runs, as "10.0.0.1:6379", or "auto"; this is {brief(address)}'
+        )
+
+
+def _bundle(resources: Mapping[str, float] | None, num_gpus: float, threads: int | None, cpus: int) -> dict[str, float]:
+    """What each worker reserves: as many CPUs as it has threads, unless ``resources`` say it."""
+    given = {} if resources is None else resources
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and _is_amount(given[name]) for name in given):
+        raise ClusterError(
+            "resources has, for each worker, how much it reserves of what, as {'CPU': 4, 'memory': 2**30}; this is "
+            f"{brief(resources)}"
+        )
+    if not _is_amount(num_gpus) or ("GPU" in given and num_gpus):
+        raise ClusterError(
+            f"num_gpus is how many GPUs each worker reserves, in place of 'GPU' in resources; this is {brief(num_gpus)}"
+        )
+    bundle = {"CPU": threads or cpus, "GPU": num_gpus, **given}
+    reserved = {name: float(amount) for name, amount in bundle.items() if amount}
+    if not reserved:
+        raise ClusterError("resources reserves nothing, and Ray places no such worker; give it a 'CPU', 0.01 or more")
+    return reserved
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**62
