@@ -347,6 +347,7 @@ with local_cluster(2) as cluster:
     x, model = torch.randn(3000, 512), Chain(2, 512)
     driver = PipelineDriverFillDrain(pipeline(model), cluster)
     torch.testing.assert_close(driver.run(2, x), model(x))
+    cluster.dump()
 """
 
 
@@ -360,4 +361,4 @@ def test_a_small_dev_shm_is_enough():
     if able.returncode:
         pytest.skip(f"a mount namespace cannot be made here: {able.stderr.decode().strip()}")
     done = subprocess.run([*inside, sys.executable, "-c", SMALL], cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
