@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pippy.ir.base.errors import StageError
+from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves.smallest_cut import is_cheap, is_view
 from pippy.ir.run.keyed_draws import draw_key, drawing_with, seed_draws
@@ -100,7 +101,7 @@ class FakeInputs:
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
         modes = [each.fake_mode for each in others if isinstance(each, FakeTensor)]
-        self.mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = modes[0] if modes else FakeMode()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for this one."""

@@ -79,14 +79,19 @@ class Pieces:
 
     @cached_property
     def handed(self) -> Sequence[fx.Node]:
-        """What is handed on to W: of what was kept, of the gradients of outputs, and of what I computed."""
+        """What is handed on to W: of what was kept, of the gradients of outputs, and of what I computed.
+
+        I may compute a part of the forward again for that, if one result is smaller than what it is made from.
+        """
         there, joint, inside = self._given_to_backward, self.joint, self._inside
+        again = {node for node in joint.forward if self._repeats(node)}.difference(inside, there)
         return smallest_cut(
             _nodes(joint.held_gradients),
             joint.held,
             joint.needed_by,
-            lambda node: node in inside or node in there,
+            lambda node: node in inside or node in there or node in again,
             lambda node: node not in there and self._repeats(node),
+            again,
         )
 
     @cached_property
@@ -138,7 +143,7 @@ class Pieces:
         joint = self.joint
         nodes = self._closure(outputs, {*there, *joint.held}, done)
         for node in nodes:
-            if node in done and not joint.repeats(node):
+            if node.op == "placeholder" or (node in done and not joint.repeats(node)):
                 raise StageError(f"{node.name} was computed, is needed again, and was not kept: a fault of the cut")
         read = {each for node in nodes for each in node.all_input_nodes} | set(outputs)
         return _piece(joint, [node for node in (*joint.held, *sorted(there)) if node in read], outputs, nodes)

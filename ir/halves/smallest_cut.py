@@ -31,6 +31,7 @@ _CHEAP = {
     ).split()
 }
 _SOURCE, _SINK = "source", "sink"
+_SCALE = 1 << 20  # more than there are nodes: what is added to the bytes decides between cuts with as many
 
 
 def is_view(node: fx.Node) -> bool:
@@ -62,12 +63,13 @@ def smallest_cut(
     needed_by: Callable[[fx.Node], Iterable[fx.Node]],
     here: Callable[[fx.Node], bool],
     repeats: Callable[[fx.Node], bool],
+    only_for_it: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
     """The nodes to keep for those that are ``wanted`` behind the cut, in the order of the graph.
 
     Values that are ``free`` are there anyway. ``needed_by`` gives a node's inputs, and what has to run before it. A node that
     is ``here`` is computed before the cut; it may be computed again behind it if it ``repeats``. All that is not here is
-    computed behind the cut.
+    computed behind the cut. What would be computed before the cut ``only_for_it`` is kept only if that takes fewer bytes.
     """
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
@@ -86,7 +88,8 @@ def smallest_cut(
             stack.extend((each, _SINK) for each in needed_by(node) if each in node.all_input_nodes or not here(each))
             continue
         size = value_bytes(node)
-        network.add_edge((node, "in"), (node, "out"), **({} if size is None else {"capacity": size}))
+        weight = None if size is None else size * _SCALE + (node in only_for_it)
+        network.add_edge((node, "in"), (node, "out"), **({} if weight is None else {"capacity": weight}))
         if repeats(node):
             stack.extend((each, (node, "in")) for each in needed_by(node))
         else:
