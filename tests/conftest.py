@@ -17,7 +17,7 @@ from tests.drivers.stand_by import standing_by
 from tests.several_processes import SeveralProcesses, give_way, order
 
 torch.set_num_threads(1)
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # or inductor's first compilation compiles a program only to try the processor
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # or inductor compiles a program to try the processor
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("default")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which Python leaves so, and processes inherit
