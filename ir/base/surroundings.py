@@ -19,6 +19,8 @@ from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from pippy.ir.base.compile_stance import compile_stance, forced_backend, in_stance
+
 _C: Any = torch._C
 _checkpoint: Any = torch.utils.checkpoint
 
@@ -214,6 +216,12 @@ TABLE: tuple[ProcessSetting | Entered | Refused, ...] = (
     ),
     Entered("torch.no_grad, torch.inference_mode", torch.is_grad_enabled),
     Entered("torch.autocast", _read_autocast, _enter_autocast),
+    Entered("torch.compiler.set_stance", compile_stance, lambda stance, _: in_stance(stance)),
+    Refused(
+        "torch.compiler.set_stance(force_backend=)",
+        forced_backend,
+        "give the driver that backend: compile=, and leave force_backend= out",
+    ),
     Refused(
         "torch.set_default_device, with torch.device",
         lambda: _default_device() not in (None, "cpu"),

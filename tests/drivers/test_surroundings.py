@@ -177,6 +177,8 @@ CONTEXTS = {
     "torch.utils.checkpoint.set_checkpoint_early_stop": lambda: set_checkpoint_early_stop(False),
     "torch.no_grad, torch.inference_mode": torch.inference_mode,
     "torch.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+    "torch.compiler.set_stance": lambda: torch.compiler.set_stance("force_eager"),
+    "torch.compiler.set_stance(force_backend=)": lambda: torch.compiler.set_stance(force_backend="eager"),
     "torch.set_default_device, with torch.device": lambda: META,
     "torch.autograd.graph.saved_tensors_hooks, save_on_cpu": torch.autograd.graph.save_on_cpu,
     "a TorchFunctionMode": Counts,

@@ -23,6 +23,8 @@ from pippy.drivers.worker.compiled.backend import Code, one_at_a_time
 from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
 from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
+from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
+from pippy.ir.base.compiled_modules import following_compiled
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.base.surroundings import Surroundings
@@ -39,7 +41,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
 _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
 
-_NOT_RUN = "eager: no micro-batch of it has run"
+_NOT_RUN = "eager: nothing was recorded yet"
 
 
 Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
@@ -141,17 +143,23 @@ class StageGraphs:
 
     def check_eager(self, inputs: Sequence[Any], backward: bool) -> None:
         """Raise if a graph is required for these inputs, which have none."""
-        if self.required:
+        stance = compile_stance()
+        if stance != EAGER and (self.required or stance == FAIL):
+            asks = "fullgraph=True of compile=" if self.required else f"torch.compiler.set_stance({FAIL!r})"
             raise StageError(
-                f"{self.name} cannot run as a graph, which fullgraph=True of compile= asks for: it "
-                f"{self.form(inputs, None, backward)}. What "
-                "to do: change that, or leave fullgraph=True out, and the stage runs eagerly"
+                f"{self.name} cannot run as a graph, which {asks} asks for: it {self.form(inputs, None, backward)}. What to "
+                "do: change that, or leave this out, and the stage runs eagerly"
             )
 
     def form(self, inputs: Sequence[Any], step: int | None = None, backward: bool = True) -> "RecordedForm | str":
         """The graphs for inputs of this form, or why there are none. They are recorded if it comes for the first time."""
+        stance = compile_stance()
+        if stance == EAGER:
+            return "has to, by torch.compiler.set_stance('force_eager')"
         key = self._key(inputs, step, backward)
         form = self.forms.get(key)
+        if form is None and stance is not None:
+            return f"is given inputs of a new form, inside of torch.compiler.set_stance({stance!r})"
         if form is None:
             recorded = sum(isinstance(each, RecordedForm) for each in self.forms.values())
             full = self.limit is not None and recorded >= self.limit
@@ -188,12 +196,16 @@ class StageGraphs:
             training = [each.training for each in self.module.modules()]
             trained = [each.requires_grad for each in self.held()]
             noting = [each.note is not None for each in self.norms]
-            self._flags = (*training, *trained, *noting, torch.is_grad_enabled(), Surroundings.current())
+            with in_stance(DEFAULT):
+                surroundings = Surroundings.current()
+            self._flags = (*training, *trained, *noting, torch.is_grad_enabled(), surroundings)
             self._step = step
         return tuple([_form_of(each) for each in inputs]), self._flags, backward
 
     def _check(self) -> None:
         for path, module in self.module.named_modules():
+            if getattr(module.forward, "_torchdynamo_disable", False):
+                raise NotLowered(f"has {path or 'itself'} marked by torch.compiler.disable")
             if any(getattr(module, each, None) for each in _HOOKS):
                 raise NotLowered(f"has hooks on {path or 'itself'}, which a graph would not run")
         if module_draws(self.module) is Draws.PYTHONS_TOO:
@@ -206,7 +218,7 @@ class StageGraphs:
         """Inside, graphs are recorded. Raises if that changes the stage, which is then as before."""
         before = Before(list(self.module.modules()), set())
         try:
-            with one_at_a_time, _disable_current_modes():  # such as one that counts memory
+            with one_at_a_time, following_compiled(), _disable_current_modes():  # such as one that counts memory
                 yield
         finally:
             changes, written, _ = before.changes()

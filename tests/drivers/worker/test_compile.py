@@ -157,6 +157,30 @@ def test_an_error_in_a_compiled_stage_says_where_and_the_next_step_is_right(clus
     driver.close()
 
 
+def test_stances_of_torchs_compiler_are_followed_by_the_workers(cluster):
+    model = Chain(2)
+    plain, x, y = copy.deepcopy(model), torch.randn(8, 8), torch.randn(4, 8)
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), cluster, compile="graphs", check=False)
+    with torch.compiler.set_stance("force_eager"):
+        check(driver, plain, x, x, 2)
+    assert driver.compiled["submod_0"] == "eager: nothing was recorded yet"
+    check(driver, plain, x, x, 2)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        check(driver, plain, y, y, 2)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        check(driver, plain, x, x, 2)
+        with pytest.raises(
+            StepError, match=r"set_stance\('fail_on_recompile'\) asks for: it is given inputs of a new form"
+        ):
+            driver.run(2, y, y)
+    assert driver.compiled["submod_0"] == "graphs for 1 form of inputs"
+    check(driver, plain, y, y, 2)
+    assert driver.compiled["submod_0"] == "graphs for 2 forms of inputs"
+    with torch.compiler.set_stance(force_backend="eager"), pytest.raises(DriverError, match="compile=, and leave"):
+        driver.run(2, x, x)
+    driver.close()
+
+
 def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     """Pings are answered on threads of their own, which the compiler lets in: here it waits for the answers."""
     compiled, busy = tmp_path / "compiled", tmp_path / "busy"

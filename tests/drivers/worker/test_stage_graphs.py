@@ -105,6 +105,22 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False) + x
 
 
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+@torch.compile(backend="eager")
+def doubled(x):
+    return x.tanh() * 2
+
+
+class CallsCompiled(nn.Linear):
+    def forward(self, x):
+        return doubled(super().forward(x))
+
+
 def floats(*shape):
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
@@ -148,6 +164,11 @@ CASES = {
         lambda: nn.GRU(8, 8, batch_first=True),
         lambda: [floats(3, 5, 8)],
         lambda: [torch.randn(3, 5, 8).double(), torch.randn(1, 3, 8).double()],
+    ),
+    "calls a compiled function": (
+        lambda: CallsCompiled(8, 8),
+        lambda: [floats(3, 8)],
+        lambda: torch.randn(3, 8).double(),
     ),
     "loss": (lambda: nn.MSELoss(), lambda: [floats(4, 8), floats(4, 8).detach()], lambda: 0.25),
 }
@@ -318,6 +339,8 @@ def test_more_that_is_refused():
     )
     assert refused(nn.ReLU(inplace=True), x) == "changes in place what it is given"
     assert refused(nn.Identity(), [Odd()]) == "is given a Odd"
+    disabled = nn.Sequential(Disabled(8, 8))
+    assert refused(disabled, x) == "has 0 marked by torch.compiler.disable"
     assert refused(CheckpointedNorm(), x.clone().requires_grad_()) == "changes a buffer in its backward"
 
 
