@@ -11,7 +11,8 @@ The steps that are measured are ordinary training steps. For each number of micr
 Without memory=, 1F1B is measured, because it holds few activations. If it breaks the limits, an order that keeps them is
 measured instead. With memory=, all programs fit, from the first step on: bytes are counted before it, and again for larger
 shapes, and the order that is measured is the fastest by guessed costs. If a call then gives no number of micro-batches, two
-numbers that fit are measured, and then the best of all numbers runs. A step that fails is measured again.
+numbers that fit are measured, and then the best of all numbers runs. A step that fails is measured again, and so is one in
+which graphs of stages were recorded or compiled: that is no part of later steps.
 """
 
 import logging

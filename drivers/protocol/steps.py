@@ -128,7 +128,8 @@ class StepResult:
     batch of each stage keeps, and those of its inputs alone, if the step measures them. ``nonfinite`` has the parameters whose
     gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in them,
     that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
-    ``seen`` has what each call took and gave, if that is noted.
+    ``seen`` has what each call took and gave, if that is noted. ``prepared`` says that graphs of stages were recorded or
+    compiled in the step.
     """
 
     values: Mapping[str, Any]
@@ -139,3 +140,4 @@ class StepResult:
     by_chance: tuple[tuple[str, int], ...] = ()
     weights: tuple[float, ...] | None = None
     seen: tuple[SeenCall, ...] = ()
+    prepared: bool = False

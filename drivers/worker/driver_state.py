@@ -245,6 +245,7 @@ class DriverState:
         watchers = (executor.recorder if step.record else None, kept, outputs, witness)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
+        prepared = None if self.graphs is None else self.graphs.prepared
         with ExitStack() as stack:
             stack.enter_context(random)
             stack.enter_context(unchanged)
@@ -257,6 +258,8 @@ class DriverState:
                 stack.enter_context(self.statistics.step(number))
             result = executor.run(context, [each for each in watchers if each is not None])
         self.running, self.hooks_looked_at = None, True
+        if self.graphs is not None and self.graphs.prepared != prepared:
+            result = replace(result, prepared=True)
         if kept is not None:
             result = replace(result, kept=dict(kept.kept))
         if outputs is not None:

@@ -64,6 +64,11 @@ class GraphsOfStages:
         return made
 
     @property
+    def prepared(self) -> int:
+        """How often graphs were recorded or compiled."""
+        return sum(each.prepared for each in self.stages.values())
+
+    @property
     def progress(self) -> tuple[int, int] | None:
         """While pieces are compiled: how many are done, and how many there are."""
         return None if self.compiler is None else self.compiler.progress
@@ -105,6 +110,7 @@ class StageGraphs:
         self.required, self.limit = required, limit
         self.forms: dict[Any, RecordedForm | str] = {}
         self.not_compiled: list[str] = []  # why pieces are not
+        self.prepared = 0  # how often graphs were recorded or compiled
         self._step: int | None = None
         self._flags: Any = None
         places: dict[int, list[Place]] = {}
@@ -169,6 +175,7 @@ class StageGraphs:
 
     def codes(self, pieces: Sequence[Piece]) -> list[Code]:
         """What runs pieces."""
+        self.prepared += 1
         if self.compiler is None:
             return list(map(quick_code, pieces))
         made = self.compiler.codes(pieces)
@@ -216,9 +223,10 @@ class StageGraphs:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, graphs are recorded. Raises if that changes the stage, which is then as before."""
+        self.prepared += 1
         before = Before(list(self.module.modules()), set())
         try:
-            with one_at_a_time, following_compiled(), _disable_current_modes():  # such as one that counts memory
+            with one_at_a_time, following_compiled(), _without_what_counts_memory():
                 yield
         finally:
             changes, written, _ = before.changes()
@@ -473,6 +481,20 @@ def _noting(norms: Sequence[DeferredBatchNorm]) -> Iterator[list[Note]]:
     finally:
         for each, note in zip(active, before):
             each.note = note
+
+
+@contextmanager
+def _without_what_counts_memory() -> Iterator[None]:
+    """Inside, torch's modes and the hooks of saved tensors are off."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """schedule="auto": what it measures, what it chooses, and that the numbers never show it."""
 
 import copy
+import time
 from contextlib import closing
 
 import pytest
@@ -14,6 +15,7 @@ from pippy.drivers.plan import Costs, make_schedule, simulate_with
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from tests.drivers.models import Chain, TiedLanguage
 
 MEASURED = 6
@@ -127,6 +129,44 @@ def test_no_step_holds_more_bytes_than_memory_limit(threads, in_float64):
         assert max(peak_bytes(program, sizes)) <= 900
     assert max(max(program.peak_live) for program in found) == 3
     assert driver.choice.chosen.peak_bytes is not None
+    driver.close()
+
+
+def test_graphs_are_measured_as_they_run_later(threads, monkeypatch):
+    """And not while they are recorded, as they are again for the shapes of the second and the fourth step."""
+    recorded = StageGraphs._recorded
+
+    def slowly(*given):
+        time.sleep(0.2)
+        return recorded(*given)
+
+    monkeypatch.setattr(StageGraphs, "_recorded", slowly)
+    model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.LayerNorm(256), nn.Linear(256, 256))))
+    driver = PipelineDriver(
+        pipeline(model, nn.MSELoss(), split=["2"]), threads, schedule="auto", compile="graphs", check=False
+    )
+    x = torch.randn(64, 256)
+    for rows in (64, 32, 64, 48, *[64] * 4):
+        assert driver.choice is None
+        driver.run(2, x[:rows], x[:rows])
+    costs = driver.choice.chosen.micro_batch.costs
+    assert max(*costs.forward, *costs.backward_input, *costs.backward_weight, *costs.backward) < 0.1
+    assert min(costs.backward_weight) > 1e-5, (
+        "the gradients of weights, which autograd computes in I where layers are small"
+    )
+    driver.close()
+
+
+def test_what_graphs_keep_is_weighed(threads, in_float64):
+    """The tensors without data that graphs are recorded with were weighed, too."""
+    driver = PipelineDriver(
+        pipeline(Chain(4), nn.MSELoss()), threads, schedule="auto", memory_limit=900, compile="graphs", check=False
+    )
+    x = torch.randn(16, 8)
+    driver.run(8, x, x)
+    driver.run(8, x, x)
+    sizes = driver._auto._latest.problem.micro_batch(8).sizes
+    assert [each.kept for each in sizes.stages] == [256, 256, 256, 384]
     driver.close()
 
 
