@@ -11,7 +11,7 @@ The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CAC
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,10 @@ class Inductor:
                 options={"config_patches": options},
             )
             self.compiled += 1
-            own = path.with_name(f"{name}.{os.getpid()}")
-            artifact.save(path=str(own), format="binary")
-            own.replace(path)
+            with suppress(OSError):  # the disk is full: others compile it again
+                own = path.with_name(f"{name}.{os.getpid()}")
+                artifact.save(path=str(own), format="binary")
+                own.replace(path)
             return takes_a_list(artifact)
 
     def _folder(self) -> Path:

@@ -196,6 +196,28 @@ def test_a_file_that_cannot_be_read_is_compiled_again(compiler, tmp_path):
     assert counts(other) == (2, 0) and other.failures == []
 
 
+def test_an_artifact_of_another_version_or_setting_is_not_loaded(compiler, tmp_path, monkeypatch):
+    trained(layers(), compiler, halves=False)
+    for change in (
+        lambda: monkeypatch.setattr(torch, "__version__", "3.0.0"),
+        lambda: monkeypatch.setattr(torch._inductor.config, "epilogue_fusion", False),
+        lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
+    ):
+        change()
+        other = PieceCompiler(Inductor(folder=tmp_path))
+        trained(layers(), other, halves=False)
+        assert counts(other) == (2, 0)
+
+
+def test_code_that_cannot_be_saved_runs(compiler, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Interpreted, "save", full)
+    found, said = trained(layers(), compiler, halves=False)
+    assert counts(compiler) == (2, 0) and said == "compiled graphs for 1 form of inputs"
+
+
 @pytest.mark.parametrize("fails", ["the compiler", "the folder"])
 def test_what_cannot_be_compiled_runs_as_a_graph_and_says_why(monkeypatch, compiler, tmp_path, fails):
     if fails == "the compiler":
@@ -225,8 +247,9 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout).view(4, 8)
 
 
-def test_attention_without_dropout_draws_nothing(compiler):
-    stage = Attends(0.0)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_is_compiled(compiler, dropout):
+    stage = Attends(dropout)
     expected = plainly(copy.deepcopy(stage))
     found, said = trained(stage, compiler, halves=False)
     assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
