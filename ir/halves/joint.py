@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.fake_mode import FakeMode
-from pippy.ir.base.node_notes import FAKE_VALUE
+from pippy.ir.base.node_notes import FAKE_VALUE, copy_notes
 from pippy.ir.halves.smallest_cut import is_cheap, is_view
 from pippy.ir.run.keyed_draws import draw_key, drawing_with, seed_draws
 
@@ -204,7 +204,25 @@ def written_by(node: fx.Node) -> set[int]:
     return {memory for each in nodes if isinstance(each, fx.Node) and (memory := storage_of(each)) is not None}
 
 
+def _part_convolutions(graph: fx.Graph) -> None:
+    """Make of each backward of a convolution two operations: one for its input, and one for its weight and bias.
+
+    As one, it would be in I as a whole. The kernels are the same.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        *args, (of_input, of_weight, of_bias) = node.args
+        if of_input and (of_weight or of_bias):
+            with graph.inserting_after(node):
+                other = graph.call_function(node.target, (*args, [False, of_weight, of_bias]), node.kwargs)
+            copy_notes(other, node)
+            node.args = (*args, [True, False, False])
+            for item in list(node.users):
+                if item.args[1] > 0:
+                    item.args = (other, item.args[1])
+
+
 def _joint(module: fx.GraphModule, held_flags: Sequence[bool], given_flags: Sequence[bool], outputs: int) -> Joint:
+    _part_convolutions(module.graph)
     nodes = list(module.graph.nodes)
     places = [node for node in nodes if node.op == "placeholder"]
     count = len(held_flags)

@@ -206,6 +206,16 @@ def _nodes(some: Iterable[fx.Node | None]) -> list[fx.Node]:
     return [each for each in some if each is not None]
 
 
+def _join_convolutions(graph: fx.Graph) -> None:
+    """Make one operation of the two that are the backward of a convolution, where a piece has both."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        first, (*args, mask) = node.prev, node.args
+        if first.target is node.target and list(first.args[:-1]) == args:
+            first.args = (*args, [one or other for one, other in zip(first.args[-1], mask)])
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
 def _piece(
     joint: Joint, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None], nodes: Collection[fx.Node]
 ) -> Piece:
@@ -217,5 +227,6 @@ def _piece(
     for node in sorted(nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([None if each is None else copies[each] for each in outputs])
+    _join_convolutions(graph)
     graph.set_codegen(TakesAList())
     return Piece(fx.GraphModule(joint.module, graph), inputs, outputs)

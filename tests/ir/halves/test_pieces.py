@@ -97,7 +97,7 @@ MADE = {
 BY_THE_WAY = {
     "layers": ["norm.weight", "norm.bias"],
     "activation": [],
-    "pictures": ["0.weight", "0.bias", "1.weight", "1.bias"],
+    "pictures": ["1.weight", "1.bias"],
     "words": [],
 }
 
@@ -121,6 +121,16 @@ def bytes_of(nodes):
     return sum(
         {storage_of(node): value_bytes(node) or 0 for node in sorted(nodes, key=lambda x: value_bytes(x) or 0)}.values()
     )
+
+
+def test_the_backward_of_a_convolution_is_one_operation_in_b_and_one_in_each_half():
+    joint, _ = joint_of(Pictures(), torch.randn(3, 2, 4, 4, requires_grad=True))
+    cut = Pieces(joint)
+    masks = [
+        [node.args[-1] for node in piece.module.graph.nodes if "convolution_backward" in node.name]
+        for piece in (cut.backward, cut.backward_input, cut.backward_weight)
+    ]
+    assert masks == [[[True, True, True]], [[True, False, False]], [[False, True, True]]]
 
 
 # What F keeps, and what I hands to W, each beside what it is without a cut. By hand: F keeps the input (128 bytes), the result
