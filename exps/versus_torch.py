@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ RIVAL = "torch 1F1B"
 PERFECT = (gpt.CHUNKS + 1) / gpt.CHUNKS  # with two workers the first micro-batch fills, the last drains
 
 Entries = Mapping[str, Callable[[gpt.Size], Contestant]]
+Maker = TypeVar("Maker")
 
 
 def entries(keep_memory: bool) -> Entries:
@@ -72,7 +73,7 @@ def entries(keep_memory: bool) -> Entries:
     }
 
 
-def chosen(all_entries: Entries, only: list[str]) -> Entries:
+def chosen(all_entries: Mapping[str, Maker], only: list[str]) -> Mapping[str, Maker]:
     """1b and the named contestants. A word selects every contestant whose name begins with it.
 
     >>> list(chosen({"1b": ..., "bound": ..., "torch GPipe": ..., "torch 1F1B": ...}, ["torch"]))
@@ -131,8 +132,21 @@ def print_table(title: str, rows: list[dict[str, Any]], rival: str) -> None:
 def measure(name: str, rounds: int, makers: Entries, rival: str = RIVAL) -> dict[str, Any]:
     """Check and time the contestants on the model of one size, and print the table."""
     size = gpt.SIZES[name]
-    contestants = {who: make(size) for who, make in makers.items()}
-    warm, steps = TURNS[name]
+    return compare(
+        f"{name}: {size}", rounds, TURNS[name], {who: partial(make, size) for who, make in makers.items()}, rival
+    )
+
+
+def compare(
+    name: str,
+    rounds: int,
+    turn: tuple[int, int],
+    makers: Mapping[str, Callable[[], Contestant]],
+    rival: str = RIVAL,
+) -> dict[str, Any]:
+    """Check contestants and time them, with so many untimed and timed steps in a ``turn``, and print the table."""
+    contestants = {who: make() for who, make in makers.items()}
+    warm, steps = turn
 
     def done(number: int) -> None:
         if sys.stderr.isatty():
@@ -148,12 +162,12 @@ def measure(name: str, rounds: int, makers: Entries, rival: str = RIVAL) -> dict
         timed = {who: contestant for who, contestant in contestants.items() if who not in wrong}
         seconds = take_turns(timed, rounds, warm, steps, done=done)
     rows = [row(who, seconds, rival) for who in timed]
-    print_table(f"{name}: {size}, {rounds} rounds of {steps} step(s)", rows, rival)
+    print_table(f"{name}, {rounds} rounds of {steps} step(s)", rows, rival)
     for fault in wrong.values():
         print(f"\nNOT TIMED: {fault}")
     if agreed:
         print(f"loss and gradients agree with 1b to {max(agreed.values()):.1e} of their size")
-    return {"size": name, "rounds": rounds, "rows": rows, "seconds": seconds, "agreed": agreed, "wrong": wrong}
+    return {"name": name, "rounds": rounds, "rows": rows, "seconds": seconds, "agreed": agreed, "wrong": wrong}
 
 
 def main(arguments: list[str] | None = None) -> None:
