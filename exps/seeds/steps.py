@@ -17,6 +17,7 @@ from exps.seeds.memory import held
 from exps.seeds.settings import Setting
 from exps.seeds.wires import recorded_bytes
 from pippy import Cluster, PipelineDriver, cluster
+from pippy.drivers.report.record import RecordedStep
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,13 +51,15 @@ class Steps:
             driver.close()
         return found
 
-    def sent(self, opened: Cluster, setting: Setting) -> dict[tuple[int, int], int]:
-        """The bytes that each worker sends to each other in a step."""
+    def recorded(self, opened: Cluster, setting: Setting, steps: int = 3) -> RecordedStep:
+        """A typical step of some, after one that is not recorded."""
         driver = self.driver(opened, setting)
+        driver.run(setting.chunks, *self.batch)
         with driver.record() as recording:
-            driver.run(setting.chunks, *self.batch)
+            for _ in range(steps):
+                driver.run(setting.chunks, *self.batch)
         driver.close()
-        return recorded_bytes(recording.steps[-1])
+        return recording.typical
 
     def megabytes(self, setting: Setting) -> list[float]:
         """By how much the memory of each worker grows, at most, from before it has a model: in new processes, in two steps."""
@@ -72,20 +75,32 @@ class Steps:
         return [each.peak.total / 2**20 for each in held(self.model(), setting, self.loss_fn, *self.batch)]
 
 
+def passes(step: RecordedStep) -> float:
+    """The seconds of all passes of a step."""
+    return sum(float(span.duration) for spans in step.timeline.spans for span in spans)
+
+
 def resident(pid: int, which: str = "VmRSS") -> float:
     """The megabytes of a process: now, or at most until now."""
     return kilobytes(Path(f"/proc/{pid}/status"))[which] / 1024
 
 
 def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts, rounds: int) -> list[str]:
-    """Run all settings on a cluster, and print what was measured beside what these costs of layers make of it."""
+    """Run all settings on a cluster, and print what was measured beside what these costs of layers make of it.
+
+    "passes" is how long a micro-batch computes on all workers, of what it does in the first setting. "of passes" is a
+    simulation with passes as long as they were, of the measured step.
+    """
     workers = max(setting.workers for setting in settings.values())
     with cluster(workers, threads=1, pin=True) as opened:
         seconds = steps.seconds(opened, settings, rounds)
-        sent = {name: sum(steps.sent(opened, setting).values()) for name, setting in settings.items()}
+        recorded = {name: steps.recorded(opened, setting) for name, setting in settings.items()}
     first = next(iter(settings))
     base = settings[first].throughput(costs)
-    head = f"{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}{'MB sent':>9}"
+    alone = passes(recorded[first]) / settings[first].chunks
+    head = (
+        f"{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}{'passes':>8}{'of passes':>11}{'MB sent':>9}"
+    )
     lines = [f"{'really run':12}{head}  {'workers grow':14}counted"]
     for name, setting in settings.items():
         low, middle, high = (1e3 * each for each in quartiles(seconds[name]))
@@ -93,5 +108,9 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
         grown = " ".join(f"{each:.0f}" for each in steps.megabytes(setting))
         holds = " ".join(f"{each:.0f}" for each in steps.counted(setting))
         took = f"{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}"
-        lines.append(f"{name:12}{took}{sent[name] / 2**20:9.1f}  {grown:14}{holds}")
+        step = recorded[name]
+        longer = passes(step) / setting.chunks / alone
+        took += f"{longer:8.2f}{float(step.predicted.makespan) / step.makespan:11.3f}"
+        sent = sum(recorded_bytes(step).values()) / 2**20
+        lines.append(f"{name:12}{took}{sent:9.1f}  {grown:14}{holds}")
     return lines
