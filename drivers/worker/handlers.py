@@ -64,9 +64,12 @@ def computation(
 def forward(step: StepContext, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:
     """Run a stage, and keep the run if there is a backward."""
     inputs = _inputs(step, call, takes)
-    args = _args(step, call, microbatch, inputs)
-    runs = step.trains and call.backward
-    outputs = _run(step, call, microbatch, inputs, args) if runs else call.run(args, _number(step))
+    args = inputs if step.own_rows is None else _args(step, call, microbatch, inputs)
+    number = None if step.tries else step.number
+    if step.trains and call.backward:
+        outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, number)
+    else:
+        outputs = call.run(args, number)
     _put(step, microbatch, gives, outputs)
 
 
@@ -138,13 +141,8 @@ def _args(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any
 
 def _run(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
     """Run a stage, and keep the run for its backward."""
-    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, _number(step))
+    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, None if step.tries else step.number)
     return outputs
-
-
-def _number(step: StepContext) -> int | None:
-    """The number of a step, by which stages know it; None if it is only tried."""
-    return None if step.tries else step.number
 
 
 def _put(step: StepContext, microbatch: int, gives: Sequence[Key], outputs: Any) -> None:

@@ -67,10 +67,7 @@ class StageCall:
         """Run the forward, in a step or to try it. Gives what it leaves for the backward, too. ``args`` are the inputs, or rows
         of them."""
         if self.graphs is not None and args is inputs and step is not None:
-            return self._by_graph(self.graphs, inputs, step, True, partial(self._begin_eagerly, inputs, inputs))
-        return self._begin_eagerly(inputs, args)
-
-    def _begin_eagerly(self, inputs: tuple[Any, ...], args: Sequence[Any]) -> tuple[Any, Run]:
+            return self._by_graph(self.graphs, inputs, step, True, partial(self.begin, inputs, inputs, None))
         if self.halves:
             with self.deferral.recording(inputs) as deferred:
                 outputs = self.run(args)

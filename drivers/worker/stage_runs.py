@@ -29,33 +29,31 @@ class Run(Protocol):
         """The half W."""
 
 
-class AutogradRun:
+class AutogradRun(StageRun):
     """A run whose backward is autograd's. In a program with halves, ``deferred`` takes the gradients that are put off.
 
     It holds the inputs, and not the outputs: these are freed when they were sent, and read by those who need them here.
     """
 
-    __slots__ = ("deferred", "module", "name", "run")
-
     def __init__(
         self, name: str, module: nn.Module, outputs: Any, inputs: tuple[Any, ...], deferred: DeferredGradients | None
     ) -> None:
+        self.outputs, self.inputs = edges_of(outputs), inputs
         self.name, self.module, self.deferred = name, module, deferred
-        self.run = StageRun(edges_of(outputs), inputs)
 
     @property
     def held(self) -> Any:
-        return self.run.inputs, ()
+        return self.inputs, ()
 
     def backward(self, output_grads: Any) -> Sequence[Any]:
         if self.deferred is None:
-            return run_backward(self.name, self.module, self.run, output_grads, stage_backward)
+            return run_backward(self.name, self.module, self, output_grads, stage_backward)
         gradients = self.backward_input(output_grads)
         self.deferred.run()
         return gradients
 
     def backward_input(self, output_grads: Any) -> Sequence[Any]:
-        run, self.run = self.run, _PUT_OFF
+        run, self.outputs, self.inputs = StageRun(self.outputs, self.inputs), (), ()
         assert self.deferred is not None
         return run_backward(self.name, self.module, run, output_grads, self.deferred.backward_input)
 

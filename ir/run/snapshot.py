@@ -30,6 +30,8 @@ class Snapshot(Generic[_Key]):
     tensor([0., 0.])
     """
 
+    __slots__ = ("compares", "copies", "tensors", "versions")
+
     def __init__(
         self, tensors: Mapping[_Key, torch.Tensor], copied: Collection[_Key] = (), compares: bool = False
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import children, describe, map_tensors, tensors
@@ -22,20 +22,16 @@ class OutputEdge:
     It does not hold the output, whose memory is freed as soon as nothing else needs it. For a message it reads like the output.
     """
 
-    __slots__ = ("device", "dtype", "edge", "shape")
+    __slots__ = ("device", "dtype", "edge", "requires_grad", "shape")
 
     def __init__(self, output: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = output.shape, output.dtype, output.device
-        self.edge = get_gradient_edge(output) if output.requires_grad else None
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the output does."""
-        return self.edge is not None
-
-    def numel(self) -> int:
-        """How many numbers the output has."""
-        return self.shape.numel()
+        made_by = output.grad_fn
+        self.requires_grad = made_by is not None
+        if made_by is None or isinstance(made_by, torch._C._FunctionBase):  # a custom function
+            self.edge = get_gradient_edge(output) if output.requires_grad else None
+        else:  # most often: what torch's function does then, which takes twice as long
+            self.edge = GradientEdge(made_by, output.output_nr)
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -44,7 +40,7 @@ class OutputEdge:
 def edges_of(outputs: Any) -> Any:
     """The outputs of a stage with an `OutputEdge` in place of each tensor.
 
-    Leaves, which autograd's graph holds itself, stay, and so do tensors that are sparse or of classes of their own.
+    Leaves, which autograd's graph holds itself, stay, and so do tensors that are sparse or of classes of their own, and numbers.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> edges = edges_of((x * 3, torch.zeros(5), "text"))
@@ -53,12 +49,13 @@ def edges_of(outputs: Any) -> Any:
     >>> stage_backward(edges, [torch.ones(2), None, None], [x])
     (tensor([3., 3.]),)
     """
-    return map_tensors(_edge_of, outputs)
+    return _edge_of(outputs) if type(outputs) is torch.Tensor else map_tensors(_edge_of, outputs)
 
 
 def _edge_of(output: torch.Tensor) -> Any:
-    plain = type(output) in (torch.Tensor, FakeTensor) and output.layout is torch.strided
-    return OutputEdge(output) if plain and not (output.is_leaf and output.requires_grad) else output
+    if output.dim() == 0 or output.layout is not torch.strided or type(output) not in (torch.Tensor, FakeTensor):
+        return output  # a number, most often: an edge takes longer to make, and more memory
+    return output if output.is_leaf and output.requires_grad else OutputEdge(output)
 
 
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
@@ -122,7 +119,7 @@ def weighted(output_grads: Any, weight: float) -> Any:
 
 
 def _seed(loss: Any, gradient: float) -> torch.Tensor:
-    if not isinstance(loss, _OUTPUTS) or loss.numel() != 1:
+    if not isinstance(loss, _OUTPUTS) or loss.shape.numel() != 1:
         raise StageError(f"the loss is {describe(loss)}; it must be a single number: reduce it, with .mean() or .sum()")
     if not loss.requires_grad:
         raise StageError(
