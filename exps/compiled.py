@@ -9,7 +9,7 @@ Method:   as exps/versus_torch.py does it: processes pinned one to a core, one i
           stage of torch's, "compiled 1b" on the whole model; what is compiled, is compiled before the first turn. A first step
           is timed with an empty cache: of twelve equal blocks in four stages on two workers, and of three of them in one stage
           on one worker; it has the compiling, the recording and the start of what compiles.
-Finding:  FINDING
+Finding:  (not yet measured)
 """
 
 import argparse

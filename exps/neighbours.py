@@ -4,7 +4,7 @@ Question: layers are timed alone, and stages run while a neighbour computes. How
 Command:  python -m exps.neighbours                (see --help; from the root of the repository)
 Method:   one process pinned to a core does some work, alone or while another does the same work on the next core; one intra-op
           thread each. They take turns in random order; the ratio is one of medians, with its 95 % interval.
-Finding:  FINDING
+Finding:  (not yet measured)
 """
 
 import argparse

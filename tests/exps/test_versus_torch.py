@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
 
-from exps import control, versus_torch
+from exps import compiled, control, neighbours, versus_torch
 from exps.peers import gpt, pippy_peer, torch_peer
+from exps.peers.compiled_peers import CompiledParts
 from exps.peers.empty import torch_control
 from exps.peers.process import Child, ChildFailed
 from exps.peers.rounds import Disagreement, check, ratio, started, take_turns
@@ -248,3 +250,25 @@ def test_blocks_in_checkpoints_compute_their_forward_twice_and_the_same_gradient
     plain = gpt.model(TINY)
     gpt.loss_fn(plain(x), target).backward()
     assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in zip(part.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2"])
+def test_what_torch_compiles_and_what_pippy_compiles_stand_beside_each_other(name):
+    names = list(compiled.entries(name))
+    assert names[:3] == ["1b", "compiled 1b", versus_torch.RIVAL]
+    assert names[3:5] == ["compiled torch 1F1B", "compiled torch ZBVZeroBubble"]
+    assert {f"{word}pippy {each}" for word in ("", "graphs ", "compiled ") for each in compiled.SCHEDULES} == {
+        *names[5:]
+    }
+
+
+def test_stages_that_torch_compiles_have_their_parameters_names(monkeypatch):
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", True)
+    part = CompiledParts(torch_peer.GptParts(TINY))(0, 2)
+    assert part._compiled_call_impl is not None and not torch._functorch.config.donated_buffer
+    assert [*part.state_dict()] == [*gpt.part(TINY, 0, 2).state_dict()]
+
+
+def test_the_work_of_neighbours_runs(capsys):
+    neighbours.main(["--rounds", "2", "--only", "additions in a cache"])
+    assert re.search(r"additions in a cache +[\d.]+ +[\d.]+   \d+\.\d\d \(", capsys.readouterr().out)
