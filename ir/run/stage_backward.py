@@ -40,7 +40,7 @@ class OutputEdge:
 def edges_of(outputs: Any) -> Any:
     """The outputs of a stage with an `OutputEdge` in place of each tensor.
 
-    Leaves, which autograd's graph holds itself, stay, and so do tensors that are sparse or of classes of their own, and numbers.
+    Numbers stay, and leaves, which autograd's graph holds itself, and tensors that are sparse or of classes of their own.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> edges = edges_of((x * 3, torch.zeros(5), "text"))
