@@ -26,9 +26,9 @@ from torch import nn
 
 from exps.peers import gpt, gpt2, single
 from exps.peers.compiled_peers import CompiledParts, CompiledSingle, CompiledSingleGpt2
-from exps.peers.contestant import Contestant, Team
+from exps.peers.contestant import Contestant, Rank, Team
 from exps.peers.pippy_peer import Controller, GptPipe, PippyTeam
-from exps.peers.torch_peer import GptParts, Parts, TorchTeam
+from exps.peers.torch_peer import GptParts, TorchTeam
 from exps.versus_torch import RIVAL, chosen, compare
 from pippy import Pipe, PipelineDriver, cluster
 
@@ -41,27 +41,32 @@ Entries = Mapping[str, Callable[[], Contestant]]
 
 def entries(name: str) -> Entries:
     """All contestants on the model of this name, by their names."""
-    is_gpt2 = name == "gpt2"
-    size = gpt2.SIZES["full"] if is_gpt2 else gpt.SIZES[name]
-    batch, loss_fn = gpt.batch(size), gpt2.loss_fn if is_gpt2 else gpt.loss_fn
-    parts: Parts = gpt2.Parts(size) if is_gpt2 else GptParts(size)
-    form: Callable[[int], Pipe] = gpt2.FromExample(size) if is_gpt2 else GptPipe(size)
-    whole, compiled_whole = (gpt2.SingleRank, CompiledSingleGpt2) if is_gpt2 else (single.SingleRank, CompiledSingle)
+    parts: Callable[[int, int], nn.Module]
+    form: Callable[[int], Pipe]
+    whole: tuple[Callable[..., Rank], Callable[..., Rank]]  # as it is, and compiled
+    if name == "gpt2":
+        size, loss_fn, whole = gpt2.SIZES["full"], gpt2.loss_fn, (gpt2.SingleRank, CompiledSingleGpt2)
+        parts, form = gpt2.Parts(size).__call__, gpt2.FromExample(size).__call__
+    else:
+        size, loss_fn, whole = gpt.SIZES[name], gpt.loss_fn, (single.SingleRank, CompiledSingle)
+        parts, form = GptParts(size).__call__, GptPipe(size).__call__
+    batch = gpt.batch(size)
 
-    def torch_team(schedule: str, parts: Parts) -> Team:
+    def torch_team(schedule: str, parts: Callable[[int, int], nn.Module]) -> Team:
         return TorchTeam(schedule, gpt.CHUNKS, parts, batch, loss_fn)
 
     def pippy_team(schedule: str, compile: bool | str) -> Team:
         return PippyTeam(1, partial(Controller, compile=compile), schedule, gpt.CHUNKS, form, batch)
 
     found: dict[str, Callable[[], Contestant]] = {
-        "1b": partial(Team, 1, whole, size),
-        "compiled 1b": partial(Team, 1, compiled_whole, size),
+        "1b": partial(Team, 1, whole[0], size),
+        "compiled 1b": partial(Team, 1, whole[1], size),
         RIVAL: partial(torch_team, "1F1B", parts),
     }
     for schedule in ("1F1B", "ZBVZeroBubble"):
-        found[f"compiled torch {schedule}"] = partial(torch_team, schedule, CompiledParts(parts))
-    for word, compile in {"": False, "graphs ": "graphs", "compiled ": True}.items():
+        found[f"compiled torch {schedule}"] = partial(torch_team, schedule, CompiledParts(parts).__call__)
+    ways: dict[str, bool | str] = {"": False, "graphs ": "graphs", "compiled ": True}
+    for word, compile in ways.items():
         for schedule in SCHEDULES:
             found[f"{word}pippy {schedule}"] = partial(pippy_team, schedule, compile)
     return found
