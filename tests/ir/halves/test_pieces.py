@@ -223,3 +223,38 @@ def test_quick_code_computes_the_same_and_calls_torch_s_own_functions(layers):
     assert given == [], "a value is freed after it was read last"
     targets = {node.target for node in code.__self__.graph.nodes}
     assert torch.mm in targets and not targets & {torch.ops.aten.mm.default, torch.ops.aten.detach.default}
+
+
+CONVOLUTIONS = {
+    "2d": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 9, 9)),
+    "without bias": (lambda: nn.Conv2d(4, 6, 3, stride=2, bias=False), (2, 4, 9, 9)),
+    "in groups": (lambda: nn.Conv2d(4, 4, 3, groups=4), (2, 4, 9, 9)),
+    "dilated": (lambda: nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 9, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 9, 9)),
+    "1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 17)),
+    "3d": (lambda: nn.Conv3d(2, 3, 3), (1, 2, 5, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_w_computes_the_weights_of_convolutions_to_the_bit(name, dtype):
+    make, shape = CONVOLUTIONS[name]
+    module, x = make().to(dtype), torch.randn(shape).to(dtype).requires_grad_()
+    output = module(x)
+    gradient = torch.randn_like(output)
+    expected = torch.autograd.grad(output, [x, *module.parameters()], gradient)
+    pieces = Pieces(joint_of(module, x)[0])
+    targets = [
+        [node.target for node in each.module.graph.nodes] for each in (pieces.backward_input, pieces.backward_weight)
+    ]
+    assert [each.count(torch.ops.aten.convolution_backward.default) for each in targets] == [1, 1]
+    values = {node: each.detach() for node, each in zip(pieces.joint.held, module.parameters())}
+    values |= {pieces.joint.given[0]: x.detach(), pieces.joint.tangents[0]: gradient}
+    found = {}
+    for piece in (pieces.forward, pieces.backward_input, pieces.backward_weight):
+        made = quick_code(piece)([values[node] for node in piece.inputs])
+        found |= dict(zip(piece.outputs, made))
+        values |= found
+    made = [found[node] for node in (*pieces.joint.given_gradients, *pieces.joint.held_gradients)]
+    assert all(map(torch.equal, expected, made))
