@@ -1,8 +1,9 @@
-"""How long does a step take under torchrun on one host, beside workers that the script has started?
+"""How long does a step take under torchrun and on Ray on one host, beside workers that the script has started?
 
 Two workers with one thread each, two stages with little to compute, and four micro-batches whose activation and gradient
-are 16 MiB each. Three ways, in turns: "workers" without torchrun; "torchrun", where workers of a host share memory;
-"torchrun, RPC" with transport="rpc", which is how they passed values before, and how those of two hosts do.
+are 16 MiB each. Four ways, in turns: "workers" without torchrun; "Ray", on one that the script starts; "torchrun", where
+workers of a host share memory; "torchrun, RPC" with transport="rpc", which is how they passed values before, and how those of
+two hosts do.
 
     python exps/one_host.py [--rounds 3]
 
@@ -27,7 +28,12 @@ from pippy import PipelineDriver1F1B, pipe_split, pipeline
 
 WIDTH, CHUNKS, BYTES = 64, 4, 16 << 20
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-WAYS = {"workers": ([], {}), "torchrun": (TORCHRUN, {}), "torchrun, RPC": (TORCHRUN, {"TRANSPORT": "rpc"})}
+WAYS = {
+    "workers": ([], {}),
+    "Ray": ([], {"ENGINE": "ray"}),
+    "torchrun": (TORCHRUN, {}),
+    "torchrun, RPC": (TORCHRUN, {"TRANSPORT": "rpc"}),
+}
 
 
 class Net(nn.Module):
@@ -47,7 +53,7 @@ def steps() -> None:
     """The script that is measured: it prints the milliseconds of each step."""
     torch.set_num_threads(1)
     rows = CHUNKS * BYTES // 4 // WIDTH
-    with pippy.cluster(2, threads=1, transport=os.environ.get("TRANSPORT")) as cluster:
+    with pippy.cluster(2, threads=1, transport=os.environ.get("TRANSPORT"), engine=os.environ.get("ENGINE")) as cluster:
         driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), cluster)
         x, target = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
         for number in range(9):

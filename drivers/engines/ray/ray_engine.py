@@ -143,6 +143,11 @@ class RayEngine:
         """
         if self.fixed is not None:
             raise ClusterError(self.fixed)
+        if not _within(_ENDS_WITHIN, self.ray.nodes):
+            raise ClusterError(
+                f"the head of Ray has left a question unanswered for {_ENDS_WITHIN:g} s, and nothing else places workers; "
+                "close this cluster, and open another when Ray runs again"
+            )
         with self._reading:
             workers, died = list(workers), self.deaths()
             self._end([worker for worker in workers if worker not in died])
@@ -156,9 +161,9 @@ class RayEngine:
             return
         self._closed = True
         with uninterrupted():
-            _within(_ENDS_WITHIN, self._end_all)
+            answers = _within(_ENDS_WITHIN, self._end_all)
             self.messages.close()  # at which a worker ends that Ray has not ended
-            _within(_ENDS_WITHIN, leave_ray)
+            _within(_ENDS_WITHIN if answers else 0.0, leave_ray)
 
     def _end_all(self) -> None:
         if not self.ray.is_initialized():  # a call would start another Ray
@@ -331,8 +336,8 @@ def _first_cause(error: Exception) -> str:
     return f"Ray says: {text.strip().splitlines()[-1].strip().rstrip('.')}" if text else type(error).__name__
 
 
-def _within(seconds: float, do: Callable[[], None]) -> None:
-    """Call a function, and wait no longer for it: where the head of Ray is gone, its calls take a minute."""
+def _within(seconds: float, do: Callable[[], Any]) -> bool:
+    """Call a function, and wait no longer for it: where the head of Ray is gone, its calls take a minute. False if it did."""
 
     def quietly() -> None:
         with suppress(Exception):  # there is nothing left to end
@@ -341,3 +346,4 @@ def _within(seconds: float, do: Callable[[], None]) -> None:
     thread = threading.Thread(target=quietly, name="pippy ray", daemon=True)
     thread.start()
     thread.join(seconds)
+    return not thread.is_alive()

@@ -1,9 +1,12 @@
 """The Ray that this process uses: one that it has joined, or one that was started for it, which ends with its last cluster."""
 
 import os
+import queue
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
@@ -14,6 +17,7 @@ _SETTINGS = 4
 _ANSWERS = 5.0  # seconds that Ray's head has to answer
 _MEMORY = 128 << 20  # bytes for objects of Ray; no value of pippy's is one
 
+_ended = threading.Event()  # set when Ray ends that was started on a thread beside the main one
 _users = 0  # clusters of this process
 _is_own = False
 _using = threading.RLock()
@@ -47,7 +51,7 @@ def use_ray(address: str | None, cpus: float) -> None:
         if ray.is_initialized():
             _check_same(ray, address)
         elif starts_own(address):
-            _start(ray, cpus)
+            _on_lasting_thread(partial(_start, ray, cpus))
             _is_own = True
         else:
             _join(ray, address or os.environ["RAY_ADDRESS"])
@@ -63,6 +67,7 @@ def leave_ray() -> None:
         if _users == 0 and _is_own:
             _is_own = False
             imported_ray().shutdown()
+            _ended.set()
 
 
 def _check_same(ray: Any, address: str | None) -> None:
@@ -72,6 +77,28 @@ def _check_same(ray: Any, address: str | None) -> None:
             f"address={brief(address)}, and this process uses the Ray at {joined} already; leave out address, or call "
             "ray.shutdown() first"
         )
+
+
+def _on_lasting_thread(start: Callable[[], None]) -> None:
+    """Call a function on a thread that lasts until `leave_ray`: with it the system ends the processes that it has started."""
+    if threading.current_thread() is threading.main_thread():
+        start()
+        return
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    _ended.clear()
+
+    def run() -> None:
+        try:
+            start()
+        except BaseException as error:
+            outcome.put(error)
+        else:
+            outcome.put(None)
+            _ended.wait()
+
+    threading.Thread(target=run, name="pippy ray", daemon=True).start()
+    if (error := outcome.get()) is not None:
+        raise error
 
 
 def _start(ray: Any, cpus: float) -> None:

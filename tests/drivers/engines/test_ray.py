@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,21 @@ def test_a_device_that_a_node_does_not_have_is_refused(nodes):
         cluster(1, engine="ray", address=nodes.address, device="cuda:7")
 
 
+def test_a_head_that_does_not_answer_is_told_within_a_bound(monkeypatch):
+    monkeypatch.setattr(ray_engine, "_ENDS_WITHIN", 0.1)
+    launch = ray_engine.RayLaunch("", ("a", "b"), ("cpu",) * 2, 1, {"CPU": 1.0}, "PACK", 5.0, None)
+    engine, over = ray_engine.RayEngine(launch), threading.Event()
+    engine.ray = SimpleNamespace(is_initialized=lambda: True, nodes=over.wait)
+    try:
+        with (
+            within(0.1),
+            pytest.raises(ClusterError, match=r"the head of Ray has left a question unanswered for 0\.1 s"),
+        ):
+            engine.replace([1])
+    finally:
+        over.set()
+
+
 REFUSED = [
     ({"engine": "monarch"}, "engine must be one of None, 'local', 'torchrun', 'ray'; this is 'monarch'"),
     ({"strategy": "SPREAD"}, "strategy='SPREAD' is an option of engine=\"ray\", and this cluster is on engine 'local'"),
@@ -220,7 +236,7 @@ def test_an_address_at_which_no_ray_answers_is_refused_at_once(folder):
 
 
 SCRIPT = """
-import os, sys, time
+import os, sys, threading, time
 import torch
 from torch import nn
 import pippy
@@ -230,7 +246,14 @@ class Says(nn.Module):
         print("says", x.shape[0], flush=True)
         return x
 
-with pippy.cluster(2, engine="ray", threads=1, **OPTIONS) as workers:
+def opened():
+    opens = threading.Thread(target=lambda: clusters.append(pippy.cluster(2, engine="ray", threads=1, **OPTIONS)))
+    clusters = []
+    opens.start()
+    opens.join()  # a Ray that began here goes on
+    return clusters[0]
+
+with opened() as workers:
     model = nn.Sequential(nn.Linear(2, 2), Says(), nn.Linear(2, 2))
     pipe = pippy.Pipe.from_sequential(model, nn.MSELoss())
     driver = pippy.PipelineDriver1F1B(pipe, workers)
