@@ -10,7 +10,7 @@ two hosts do.
 Finding, on two virtual cores, medians of three rounds: 259 ms (half of the steps 249 to 276), 252 (245 to 275), 226 (218 to
 247). So torchrun is no slower than workers of the script. Most of a step is not passing values between stages: these compute,
 and the script's process sends 128 MiB of inputs and targets. Why RPC took less here was not looked into: in exps/transport.py
-values of up to 4 MiB go four times as fast through memory.
+values of up to 4 MiB go four times as fast through memory. Ray was not in that run.
 """
 
 import argparse

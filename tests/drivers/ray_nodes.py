@@ -11,12 +11,15 @@ from unittest.mock import patch
 
 from tests.drivers.processes import allowing_for
 
+# Ray reads this when it is imported. Its ports are open to other hosts, and who has no token is refused.
+os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+
 
 @contextmanager
 def ray_folder():
-    """Ray that starts meanwhile, here or in scripts, writes there, and takes the words of no other."""
+    """Ray that starts meanwhile, here or in scripts, writes there."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the names of unix sockets are short
-    own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     own |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "6"}  # or it takes 20 s
     try:
         with patch.dict(os.environ, own):

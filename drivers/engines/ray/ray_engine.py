@@ -30,6 +30,7 @@ from pippy.drivers.wire.messages.doors import Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, hand_over, two_pairs
 from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
 
+_AGAIN = 0.5  # seconds until an actor is started again that never ran
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
 
 
@@ -242,6 +243,7 @@ class RayEngine:
                 except self.ray.exceptions.RayError as error:
                     if again is None or not self._never_ran(error) or time.monotonic() > deadline:
                         raise self._not_started(worker, error) from error
+                    time.sleep(_AGAIN)
                     waiting[worker] = again(worker)
         return answers
 
