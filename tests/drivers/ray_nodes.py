@@ -48,7 +48,7 @@ class Nodes:
     def __init__(self):
         from ray.cluster_utils import Cluster
 
-        self.cluster = Cluster(shutdown_at_exit=False)
+        self.cluster = Cluster()  # whose processes end also where the tests are killed
         self.others = {}
 
     def add(self, host="", cpus=2, **resources):
