@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pippy.api import *  # noqa: F403 - it has an __all__
     from pippy.api import __all__ as __all__
 
+    __version__: str
+
 
 class _Package(ModuleType):
     """A package whose files do not hide the public names that they are called by, as pippy/pipeline.py does."""
@@ -26,7 +28,9 @@ class _Package(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or else a file of this folder that was imported."""
+    """The version, a public name, or else a file of this folder that was imported."""
+    if name == "__version__":
+        return _version()
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module("pippy.api"), name, None) or sys.modules.get(f"{__name__}.{name}")
@@ -36,7 +40,17 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
+    return [*globals(), "__version__", *__getattr__("__all__")]
+
+
+def _version() -> str:
+    """The version of what is installed; a folder of sources that was not installed has none, so it is before all."""
+    from importlib.metadata import PackageNotFoundError, version  # it takes as long as the rest of this file
+
+    try:
+        return version("pippy-compiler")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 sys.modules[__name__].__class__ = _Package

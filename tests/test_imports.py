@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import pippy
 
@@ -111,3 +114,22 @@ def test_what_records_graphs_is_imported_when_a_stage_is_recorded():
 
 def test_errors_are_imported_without_torch():
     assert python("import sys, pippy.errors; print('torch' in sys.modules)") == "False\n"
+
+
+def test_the_version_is_that_of_the_metadata_and_needs_no_torch():
+    line = "import sys, pippy; assert '__version__' in dir(pippy); print(pippy.__version__)"
+    assert python(line).strip() == version("pippy-compiler")
+    late = "import sys, pippy; before = 'importlib.metadata' in sys.modules; pippy.__version__"
+    assert python(f"{late}; print(before, 'importlib.metadata' in sys.modules, 'torch' in sys.modules)") == (
+        "False True False\n"
+    )
+
+
+def test_sources_that_were_not_installed_have_a_version_before_all_others(tmp_path):
+    (tmp_path / "pippy").symlink_to(Path(pippy.__file__).parent)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import pippy; print(pippy.__file__, pippy.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.split() == [str(tmp_path / "pippy/__init__.py"), "0+unknown"], done.stderr
+    assert Version("0+unknown") < Version("0.1.0.dev0")
