@@ -18,7 +18,7 @@ html_title = "pippy"
 
 # The repository is the source folder: so the links between README.md, docs/ and exps/ are those that GitHub follows.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "exps/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**", "exps/README.md"]
 exclude_patterns = [".*", "build", "dist", "out", "drivers", "ir", "pippy", "tests", "docs/templates", "**/__pycache__"]
 extensions = [
     "myst_parser",

@@ -38,7 +38,7 @@ def test_the_blocks_of_a_page_do_what_it_says(path, tmp_path, monkeypatch):
         close_open_cluster()  # that of a page which stopped half-way
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=name_of)
 def test_links_lead_somewhere(path):
     assert broken_links(path, ROOT) == []
 

@@ -1,10 +1,13 @@
 """What is installed is one ordinary package, though two of its folders are links."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.distributions import ROOT, build_wheel
 
@@ -45,3 +48,13 @@ def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
         check=False,
     )
     assert done.stdout.strip() == "2", done.stderr
+
+
+def test_the_citation_and_the_classifiers_say_what_the_project_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = dict(re.findall(r"^(\w+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.M))
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    named = [each.rpartition(" :: ")[2] for each in project["classifiers"] if "Python :: 3." in each]
+    assert all(python in SpecifierSet(project["requires-python"]) for python in named)
+    tried = (ROOT / "README.md").read_text().partition("Parts of the tests were run on Python ")[2]
+    assert named[1:] == tried.partition(", and")[0].split(" and ")

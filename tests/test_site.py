@@ -80,6 +80,7 @@ def test_every_page_is_there_with_links_that_lead_somewhere(site, ids):
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "docs").glob("*.ipynb"),
     ]
