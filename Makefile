@@ -12,7 +12,7 @@ SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_si
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY) ## split, draw and train a small transformer on four workers, and report where its time goes
+demo: $(READY) ## split, draw and train a small transformer on workers, report where its time goes, and time it beside plain PyTorch
 	@$(BIN)/python exps/demo.py
 
 # what failed is said at the end (-rsfE). The tests start a hundred processes, and without its byte code each of them would compile pippy again

@@ -1,15 +1,19 @@
 """A small language model: marked, split, drawn, and trained on a cluster of workers beside the same model in plain PyTorch.
 
-Question: do four workers, driven by this script, compute what the plain model computes?
+Question: do workers, driven by this script, compute what the plain model computes, and how long do they take?
 Command:  make demo, or python exps/demo.py --workers 2 --steps 10
-Finding:  losses, norms of gradients and, in the end, all parameters are equal to rounding; the drawings, a trace and the
-          report of the last steps are in out/.
+Finding:  losses, norms of gradients and, in the end, all parameters are equal to rounding. The model is small, so that the
+          demo is short: a worker computes for less time than its messages take, and the plain model is faster. The drawings,
+          a trace and the report of the last steps are in out/.
 """
 
 import argparse
 import copy
+import os
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,6 +26,8 @@ from pippy.drivers.plan import render_svg, render_text, simulate
 from pippy.drivers.report.record import Recording
 
 RECORDED = 10  # of the last steps
+PAIRS = 30  # of a step on the workers and one of the plain model, timed at the end
+BUSY = 0.3  # cores that others use; with fewer, the times are those of a machine which has nothing else to do
 OUT = Path("out")
 VOCABULARY, WIDTH, LENGTH, BATCH, CHUNKS, STAGES = 32, 32, 16, 32, 4, 4
 
@@ -130,6 +136,50 @@ def train(driver: PipelineDriver1F1B, plain: nn.Module, steps: int) -> None:
     torch.testing.assert_close(driver.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-8)
     print("\nThe parameters on the workers are those of the plain model.")
     report(recording)
+    compare_times(driver, plain)
+
+
+def compare_times(driver: PipelineDriver1F1B, plain: nn.Module) -> None:
+    """Print the time of a step, forward and backward, beside the plain model's: they take turns, so both have the same load."""
+    batches = [batch_of_counting() for _ in range(PAIRS)]
+    others, ours, theirs = cores_in_use(), [], []
+    for tokens, targets in batches:
+        ours.append(seconds(lambda: driver.run(CHUNKS, tokens, targets)))  # noqa: B023 - it is called here
+        theirs.append(seconds(lambda: loss_fn(plain(tokens), targets).backward()))  # noqa: B023
+    low, ratio, high = statistics.quantiles((mine / plains for mine, plains in zip(ours, theirs)), n=4)
+    workers = len(driver.program(CHUNKS).orders)
+    print(
+        f"\nThe time of a step, the median of {PAIRS}: {statistics.median(ours) * 1e3:.1f} ms on {workers} workers, "
+        f"{statistics.median(theirs) * 1e3:.1f} ms in plain PyTorch on one core. The ratio of the two, taken in turns: "
+        f"{ratio:.2f}, and between {low:.2f} and {high:.2f} in half of the turns."
+    )
+    if others > BUSY:
+        print(
+            f"Other programs used {others:.1f} of the {os.cpu_count()} cores just before. Workers that wait for a core make "
+            "each other wait, so on a machine that has nothing else to do the ratio is smaller."
+        )
+    if ratio > 1:
+        print("So small a model is faster in one process. The README has models that are large enough for a pipeline.")
+
+
+def cores_in_use(during: float = 0.5) -> float:
+    """How many cores of the machine compute while this process and its workers wait: for other programs."""
+    began, before = time.perf_counter(), _processor_seconds()
+    time.sleep(during)
+    return (_processor_seconds() - before) / (time.perf_counter() - began)
+
+
+def _processor_seconds() -> float:
+    """What all processors have computed since the machine started, as Linux tells it."""
+    user, nice, system, _idle, _wait, irq, softirq, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
 
 
 def progress(step: int, steps: int, loss: str) -> None:
@@ -156,8 +206,13 @@ def report(recording: Recording) -> None:
     )
 
 
-def main(workers: int = STAGES, steps: int = 40) -> None:
-    """Show the Pipe and the schedule, train, and write the report."""
+def workers_here() -> int:
+    """As many workers as this process may use cores, but at least two, and no more than there are stages."""
+    return min(STAGES, max(2, len(os.sched_getaffinity(0))))
+
+
+def main(workers: int, steps: int) -> None:
+    """Show the Pipe and the schedule, train, write the report, and time a step."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the workers need the cores
     torch.set_default_dtype(torch.float64)  # in float64 a wrong gradient cannot be mistaken for rounding
@@ -175,6 +230,6 @@ def main(workers: int = STAGES, steps: int = 40) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=STAGES, choices=range(1, STAGES + 1))
+    parser.add_argument("--workers", type=int, default=workers_here(), choices=range(1, STAGES + 1))
     parser.add_argument("--steps", type=int, default=40)
     main(**vars(parser.parse_args()))
