@@ -1,5 +1,7 @@
 """pippy's errors. Each message shows the value that was given, the reason why it cannot work, and what to do."""
 
+from pippy.ir.base.shown_errors import show_briefly
+
 
 class PippyError(Exception):
     """The base of every error that pippy raises on purpose.
@@ -7,6 +9,9 @@ class PippyError(Exception):
     >>> issubclass(TracingError, PippyError)
     True
     """
+
+
+show_briefly(PippyError)
 
 
 class MarkError(PippyError, ValueError):

@@ -18,8 +18,8 @@ import click
 from pippy.cli.terminals import write_nearest
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.shown_errors import LIBRARY, without_end
 
-LIBRARY = Path(__file__).parents[1]
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff")
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
@@ -87,21 +87,7 @@ def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackT
     frame = trace
     while frame is not None and _is_ours(frame):
         frame = frame.tb_next
-    return frame if whole or frame is None else _without_end(frame)
-
-
-def _without_end(trace: TracebackType) -> TracebackType:
-    """A traceback up to its last frame that is not in pippy."""
-    links = [trace]
-    while (following := links[-1].tb_next) is not None:
-        links.append(following)
-    while len(links) > 1 and Path(links[-1].tb_frame.f_code.co_filename).is_relative_to(LIBRARY):
-        links.pop()
-    shortened: TracebackType | None = None
-    for link in reversed(links):
-        shortened = TracebackType(shortened, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    assert shortened is not None
-    return shortened
+    return frame if whole or frame is None else without_end(frame)
 
 
 def _is_ours(trace: TracebackType) -> bool:

@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import click
 
 from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
 from pippy.ir.base.errors import PippyError
+from pippy.ir.base.shown_errors import in_brief
 
 _UNDER_TORCHRUN = (
     "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
@@ -158,13 +159,8 @@ def _status(code: Any) -> int:
 
 
 def show_raised(error: BaseException) -> None:
-    """Print a traceback as Python does, from the script's first frame on.
-
-    The message of a pippy error is enough, so its frames in pippy and its cause are not shown.
-    """
-    known = isinstance(error, PippyError)
-    if known:
-        error.__cause__, error.__suppress_context__ = None, True
-    trace = own_trace(error.__traceback__, whole=not known)
+    """Print a traceback as Python does, from the script's first frame on; of a pippy error, in brief."""
+    error.__traceback__ = own_trace(error.__traceback__, whole=True)
     sys.stdout.flush()
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    with in_brief(error) if isinstance(error, PippyError) else nullcontext():
+        sys.excepthook(type(error), error, error.__traceback__)
