@@ -60,9 +60,9 @@ def test_an_error_that_was_shown_keeps_its_frames_and_its_cause(tmp_path):
     )
     asked += "print(repr(sys.last_value.__cause__), sys.last_value.__suppress_context__)\n"
     said = ended(tmp_path, cause="error from KeyError('b')", flags=["-i", "-q"], input=asked)
-    kept, cause, *shown = said.splitlines()
+    kept, cause = said.splitlines()[:2]
     assert "annotate_split_points" in kept and cause == "KeyError('b') True"
-    assert frames(said) == ["<module>", "<module>", "split"] and "KeyError" not in "".join(shown)
+    assert frames(said) == ["<module>", "<module>", "split"] and "direct cause" not in said
 
 
 @pytest.mark.parametrize("error", ["ZeroDivisionError()", "ValueError('b') from error"])
