@@ -134,6 +134,8 @@ class RemoteParameters:
         with torch.no_grad():
             for name in names:
                 if not values[name].is_meta:  # else no stage uses it, so nobody has given it numbers
+                    if model_tensors[name].shape != values[name].shape:  # forward has resized it, as observers do
+                        model_tensors[name].resize_(values[name].shape)
                     model_tensors[name].copy_(values[name])
         if all(model_tensors[name] is pipe_tensors[name] for name in names):
             self.stale.end()
