@@ -12,6 +12,7 @@ from torch import nn
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.brief import brief
 from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.readable import shortened
 
 GRAPHS, INDUCTOR = "graphs", "inductor"
 _FORMS = 8  # as many as torch.compile compiles of a function
@@ -95,7 +96,7 @@ def _check(options: dict[str, Any], what: str) -> None:
     try:
         torch.compile(nn.Identity(), **options | ({"backend": "eager"} if ours else {}))  # compiles nothing yet
     except Exception as error:  # torch has no one error for what it refuses here
-        first = str(error).strip().partition("\n")[0]
+        first = shortened(str(error).strip().partition("\n")[0], 300)
         backend = options.get("backend")
         names = [GRAPHS, *torch.compiler.list_backends()]
         near = did_you_mean(backend, names) if isinstance(backend, str) and backend not in names else ""
