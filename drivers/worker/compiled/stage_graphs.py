@@ -7,37 +7,44 @@ What F, I and W compute is what the module and autograd compute, operation by op
 refused with `NotLowered`, before anything has run.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.protocol.compile_options import CompileOptions
+from pippy.drivers.protocol.programs import filled
 from pippy.drivers.worker.compiled.backend import Code, one_at_a_time
-from pippy.drivers.worker.compiled.graph_run import GraphRun
 from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
-from pippy.drivers.worker.compiled.recorded_form import CONSTANTS, PLAIN, RecordedForm
+from pippy.drivers.worker.halves.split_backward import add_to_grads
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
 from pippy.ir.base.compiled_modules import following_compiled
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.base.surroundings import Surroundings
-from pippy.ir.base.trees import children, item_names
+from pippy.ir.base.trees import children, describe, item_names, leaves, map_tensors, tensors
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.halves.joint import NotLowered
-from pippy.ir.halves.pieces import Piece
+from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
+from pippy.ir.halves.pieces import Piece, Pieces
 from pippy.ir.halves.quick_code import quick_code
 from pippy.ir.run.may_draw import Draws, module_draws
+from pippy.ir.run.stage_backward import gradient_pairs
+from pippy.ir.run.stage_run import StageRun, run_backward
 
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
 _HOOKS = ("_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_hooks_with_kwargs").split()
 
 _NOT_RUN = "eager: nothing was recorded yet"
+
+
+Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
 
 
 class GraphsOfStages:
@@ -132,7 +139,7 @@ class StageGraphs:
 
     def forward(
         self, inputs: Sequence[Any], step: int | None = None, backward: bool = True, halves: bool = False
-    ) -> tuple[Any, GraphRun] | None:
+    ) -> "tuple[Any, GraphRun] | None":
         """Run F. None if there is no such graph. In calls of one ``step``, the flags of modules and tensors are the same.
 
         Without a ``backward``, nothing is kept for it. With ``halves``, its halves will run.
@@ -150,7 +157,7 @@ class StageGraphs:
                 "do: change that, or leave this out, and the stage runs eagerly"
             )
 
-    def form(self, inputs: Sequence[Any], step: int | None = None, backward: bool = True) -> RecordedForm | str:
+    def form(self, inputs: Sequence[Any], step: int | None = None, backward: bool = True) -> "RecordedForm | str":
         """The graphs for inputs of this form, or why there are none. They are recorded if it comes for the first time."""
         stance = compile_stance()
         if stance == EAGER:
@@ -179,7 +186,7 @@ class StageGraphs:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
         self.forms[self._key(inputs, None, backward)] = f"fails as graphs: {_reason(error)}"
 
-    def _recorded(self, inputs: Sequence[Any], backward: bool) -> RecordedForm | str:
+    def _recorded(self, inputs: Sequence[Any], backward: bool) -> "RecordedForm | str":
         try:
             self._check()
             with self.recording():
@@ -210,7 +217,7 @@ class StageGraphs:
                 raise NotLowered(f"has hooks on {path or 'itself'}, which a graph would not run")
         if module_draws(self.module) is Draws.PYTHONS_TOO:
             raise NotLowered("may draw from the generators of Python or numpy")
-        if any(type(each) not in PLAIN or each.layout is not torch.strided for each in self.held()):
+        if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in self.held()):
             raise NotLowered("holds tensors of classes of their own")
 
     @contextmanager
@@ -244,6 +251,238 @@ class StageGraphs:
                 held[key] = tensor
 
 
+class RecordedForm:
+    """The graphs of a stage for inputs of one form."""
+
+    def __init__(self, graphs: StageGraphs, args: Sequence[Any], backward: bool) -> None:
+        self.graphs = graphs
+        self.noted: list[tuple[DeferredBatchNorm, int]] = []  # the calls of deferred batch norms, with how many values
+        self.trains = torch.is_grad_enabled()
+        for each in leaves(list(args)):
+            if isinstance(each, torch.Tensor):
+                if type(each) not in _PLAIN or each.layout is not torch.strided:
+                    raise NotLowered(f"is given a tensor that is not a plain one ({describe(each)})")
+            elif not isinstance(each, _CONSTANTS):
+                raise NotLowered(f"is given a {type(each).__name__}")
+        fakes = self.fakes = FakeInputs([*graphs.held(), *tensors(list(args))])
+        self.args = map_tensors(fakes.of, list(args))
+        self.held = [fakes.of(each) for each in graphs.held()]
+        self.outputs = self._outputs()
+        self._codes: dict[int, Code] = {}
+        self._is_first, self._halves = True, False
+        # The gradients of outputs are most often laid out as these.
+        usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
+        self.cut = self._cut(usual, None)
+        self.backwards: dict[Any, Pieces] = {self._tangent_key(usual): self.cut}
+
+    def _outputs(self) -> Any:
+        with self.fakes.mode:
+            with self._called() as (call, notes):
+                outputs = call(self.held, list(tensors(self.args)))
+                self.noted = [(norm, values) for norm, values, *_ in notes]
+            # each an object of its own, also where the stage gives one tensor twice
+            outputs = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), outputs)
+        for each in leaves(outputs):
+            if isinstance(each, torch.Tensor):
+                if type(each) is not FakeTensor or each.layout is not torch.strided:
+                    raise NotLowered("gives tensors of classes of their own")
+            elif not isinstance(each, _CONSTANTS):
+                raise NotLowered(f"gives a {type(each).__name__}")
+        return outputs
+
+    @contextmanager
+    def _called(self) -> Iterator[tuple[Callable[..., Any], list[Note]]]:
+        """Inside, the stage can be called with what it is to hold, and what it is given; the list has what its deferred batch
+        norms note. It holds these tensors until the end: its backward may compute a part again."""
+        graphs = self.graphs
+
+        def call(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+            items = iter(given)
+            args = filled(graphs.template, map_tensors(lambda _: next(items), self.args))
+            graphs.hold(held)
+            with torch.set_grad_enabled(self.trains):
+                outputs = nn.Module.__call__(graphs.module, *args)
+            if any(now is not each for now, each in zip(graphs.held(), held)):
+                raise NotLowered("puts another tensor in the place of a buffer")
+            return outputs
+
+        with graphs.holding(self.held), _noting(graphs.norms) as notes:
+            yield call, notes
+
+    def _cut(self, tangents: Sequence[torch.Tensor | None], kept: Sequence[str] | None) -> Pieces:
+        without = [None] * (2 * len(self.noted))
+        with self._called() as (call, notes):
+
+            def forward(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                outputs = call(held, given)
+                return [*tensors(outputs), *(each for _, _, *both in notes for each in both)]
+
+            joint = joint_graph(forward, self.held, list(tensors(self.args)), [*tangents, *without])
+            if len(notes) > len(self.noted):
+                raise NotLowered("computes a DeferredBatchNorm again in its backward, which counts once more")
+        if kept is None:
+            return Pieces(joint)
+        nodes = {node.name: node for node in joint.module.graph.nodes}
+        return Pieces(joint, [nodes[name] for name in kept])
+
+    def run(self, args: Sequence[Any], halves: bool) -> "tuple[Any, GraphRun]":
+        self._halves = halves
+        values = self.call(self.cut.forward, [*self.graphs.held(), *tensors(args)])
+        kept = values[len(self.cut.joint.outputs) :]
+        items = iter(values)
+        outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
+        for norm, count in self.noted:
+            assert norm.note is not None
+            norm.note(norm, count, next(items), next(items))
+        return outputs, GraphRun(self, kept)
+
+    def call(self, piece: Piece, values: list[torch.Tensor]) -> Sequence[Any]:
+        """Run a piece."""
+        code = self._codes.get(id(piece)) or self._code(piece)
+        with torch.no_grad():
+            return code(values)
+
+    def _code(self, piece: Piece) -> Code:
+        """What runs a piece. The first run of F is not compiled, so that stages behind it begin to compile meanwhile. All
+        pieces are compiled for the next computation."""
+        if piece is self.cut.forward and self._is_first and self.graphs.compiler is not None:
+            self._is_first = False
+            return quick_code(piece)
+        cut = self.cut
+        backward = (cut.backward_input, cut.backward_weight) if self._halves else (cut.backward,)
+        pieces = {id(each): each for each in (piece, cut.forward, *backward)}
+        missing = [each for number, each in pieces.items() if number not in self._codes]
+        self._codes.update(zip(map(id, missing), self.graphs.codes(missing)))
+        return self._codes[id(piece)]
+
+    def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
+        """The cut for gradients of outputs of a form."""
+        key = self._tangent_key(tangents)
+        if key not in self.backwards:
+            with self.graphs.recording():
+                fakes = [None if each is None else self.fakes.of(each) for each in tangents]
+                self.backwards[key] = self._cut(fakes, [node.name for node in self.cut.kept])
+        return self.backwards[key]
+
+    @staticmethod
+    def _tangent_key(tangents: Sequence[torch.Tensor | None]) -> Any:
+        return tuple([None if each is None else (each.stride(), each.dtype) for each in tangents])
+
+
+class GraphRun:
+    """One run of a stage: what its backward needs. Unlike autograd's, it does not hold the outputs."""
+
+    def __init__(self, form: RecordedForm, kept: Sequence[torch.Tensor]) -> None:
+        self.form = form
+        self.kept = list(kept)
+        self.versions = [each._version for each in kept]
+        self.handed: list[torch.Tensor] = []
+        self.cut: Pieces | None = None
+
+    @property
+    def held(self) -> Any:
+        """What is kept of the inputs, and all that is kept."""
+        given = set(self.form.cut.joint.given)
+        return [each for node, each in zip(self.form.cut.kept, self.kept) if node in given], self.kept
+
+    def backward(self, output_grads: Any) -> Sequence[Any]:
+        """Run B: give the gradients of the inputs, and add those of parameters to their `.grad`."""
+        return self._said(self._backward, output_grads)
+
+    def backward_input(self, output_grads: Any) -> Sequence[Any]:
+        """Run I: give the gradients of the inputs."""
+        return self._said(self._backward_input, output_grads)
+
+    def backward_weight(self) -> None:
+        """Run W: add the gradients of parameters to their `.grad`."""
+        self._said(self._backward_weight, None)
+
+    def _said(self, backward: Callable[[Any], tuple[Any, ...]], output_grads: Any) -> tuple[Any, ...]:
+        """Errors name the stage and its lines, as those of autograd do."""
+        graphs = self.form.graphs
+        run = StageRun(self.form.outputs, tuple(self.form.args))
+        return run_backward(graphs.name, graphs.module, run, output_grads, lambda *_: backward(output_grads))
+
+    def _backward(self, output_grads: Any) -> tuple[Any, ...]:
+        values = self._begin(output_grads)
+        if self.cut is None:
+            return self._none()
+        results = self._run(self.cut.backward, values)
+        self._accumulate(results[len(self.cut.joint.given) :])
+        return self._of_inputs(results)
+
+    def _backward_input(self, output_grads: Any) -> tuple[Any, ...]:
+        values = self._begin(output_grads)
+        if self.cut is None:
+            return self._none()
+        cut = self.cut
+        given = len(cut.joint.given)
+        handed: dict[Any, torch.Tensor] = {node: values[node] for node in cut.handed if node in values}
+        results = self._run(cut.backward_input, values)
+        handed.update(zip(cut.backward_input.outputs[given:], results[given:]))
+        self.handed = [handed[node] for node in cut.handed]
+        self.versions = [each._version for each in self.handed]
+        return self._of_inputs(results)
+
+    def _backward_weight(self, _: Any) -> tuple[Any, ...]:
+        if self.cut is not None:
+            handed, self.handed = self.handed, []
+            self._check(handed)
+            self._accumulate(self._run(self.cut.backward_weight, dict(zip(self.cut.handed, handed))))
+        return ()
+
+    def _begin(self, output_grads: Any) -> dict[Any, torch.Tensor]:
+        outputs = self.form.outputs
+        found = {id(output): gradient for output, gradient in gradient_pairs(outputs, output_grads)}
+        tangents = [found.get(id(each)) if each.requires_grad else None for each in tensors(outputs)]
+        kept, self.kept = self.kept, []
+        self._check(kept)
+        if not found:
+            return {}
+        self.cut = self.form.backward(tangents)
+        given = [each for each in tangents if each is not None]
+        return dict(zip(self.cut.kept, kept)) | dict(zip(self.cut.joint.tangents, given))
+
+    def _check(self, kept: Sequence[torch.Tensor]) -> None:
+        if any(each._version != version for each, version in zip(kept, self.versions)):
+            raise StageError(
+                "a value that the backward needs was changed in place since the forward; use the operation that makes a "
+                "new tensor there"
+            )
+
+    def _run(self, piece: Piece, values: dict[Any, torch.Tensor]) -> list[Any]:
+        held = dict(zip(self.cut.joint.held, self.form.graphs.held()))  # type: ignore[union-attr]
+        given = [values[node] if node in values else held[node] for node in piece.inputs]
+        values.clear()
+        return list(self.form.call(piece, given))
+
+    def _accumulate(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        held = self.form.graphs.held()
+        add_to_grads((parameter, each) for parameter, each in zip(held, gradients) if each is not None)  # type: ignore[misc]
+
+    def _of_inputs(self, results: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        items = iter(results)
+        return tuple([_gradients(each, items) for each in self.form.args])
+
+    def _none(self) -> tuple[None, ...]:
+        return (None,) * len(self.form.args)
+
+
+@contextmanager
+def _noting(norms: Sequence[DeferredBatchNorm]) -> Iterator[list[Note]]:
+    """Inside, what deferred batch norms would note in a step is noted in a list."""
+    notes: list[Note] = []
+    active = [each for each in norms if each.note is not None]
+    before = [each.note for each in active]
+    try:
+        for each in active:
+            each.note = lambda *note: notes.append(note)
+        yield notes
+    finally:
+        for each, note in zip(active, before):
+            each.note = note
+
+
 @contextmanager
 def _without_what_counts_memory() -> Iterator[None]:
     """Inside, torch's modes and the hooks of saved tensors are off."""
@@ -269,4 +508,15 @@ def _form_of(value: Any) -> Any:
     items = children(value)
     if items is not None:
         return type(value), tuple(item_names(value) or ()), tuple(map(_form_of, items))
-    return type(value), value if isinstance(value, CONSTANTS) else None
+    return type(value), value if isinstance(value, _CONSTANTS) else None
+
+
+def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return value.detach().requires_grad_(requires_grad)
+
+
+def _gradients(value: Any, items: Iterator[torch.Tensor | None]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(items)
+    found = tuple([_gradients(each, items) for each in children(value) or ()])
+    return found if any(each is not None for each in found) else None
