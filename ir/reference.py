@@ -12,7 +12,7 @@ from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes, seeded, walk
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
-from pippy.ir.run.given_inputs import check_inputs, check_unchanged, snapshot_of_inputs
+from pippy.ir.run.given_inputs import check_inputs, check_unchanged, input_versions
 from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.keyed_draws import draw_key
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
@@ -100,9 +100,9 @@ class _Reference:
         if name == LOSS and draw_key() is not None:
             seed_whole(name, drawn_as_whole(module))
         with check_unchanged(name, module, self.compiled.qualnames.read_by_several.get(name, ())):
-            before = snapshot_of_inputs(leaves, seen)
+            before = input_versions(leaves, seen)
             outputs = run_stage(name, module, args)
-            check_inputs(before, name, module)
+            check_inputs(before, leaves, seen, name, module)
         if node in self.with_backward:
             self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs

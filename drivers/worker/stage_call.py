@@ -14,7 +14,7 @@ from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.drivers.worker.stage_runs import AutogradRun, Run
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
-from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, snapshot_of_inputs
+from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, input_versions
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
@@ -120,14 +120,15 @@ class StageCall:
         return apart_from(self.memory, outputs), run
 
     def _run(self, inputs: Sequence[Any]) -> Any:
-        seed_whole(self.name, self.drawn_as_whole)
-        args = filled(self.template, inputs)
-        before = snapshot_of_inputs(inputs, self.seen) if self.seen else None
+        if self.drawn_as_whole is not Draws.NOTHING:
+            seed_whole(self.name, self.drawn_as_whole)
+        args = inputs if self.template is None else filled(self.template, inputs)
+        before = input_versions(inputs, self.seen) if self.seen else None
         if self.constant:
             with check_unchanged(self.name, self.module, self.constant):
                 outputs = run_stage(self.name, self.module, args)
         else:
             outputs = run_stage(self.name, self.module, args)
         if before is not None:
-            check_inputs(before, self.name, self.module)
+            check_inputs(before, inputs, self.seen, self.name, self.module)
         return apart_from(self.memory, outputs) if self.memory else outputs

@@ -70,8 +70,8 @@ class Child:
     def ask(self, method: str, *args: Any) -> None:
         """Have a method called; `answer` waits for what it returns."""
         if not self._made:
+            self._made = True  # or not: then the answer to this, and to all that follows, is that there is no object
             self._receive()
-            self._made = True
         self._send(method, args)
 
     def answer(self) -> Any:
@@ -119,7 +119,7 @@ def serve(connection: Connection) -> None:
             return
         try:
             what, args = pickle.loads(message)
-            if held is None:
+            if held is None and not isinstance(what, str):
                 held, result = what(*args), None
             else:
                 result = getattr(held, what)(*args)

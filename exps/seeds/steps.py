@@ -88,7 +88,7 @@ def resident(pid: int, which: str = "VmRSS") -> float:
 def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts, rounds: int) -> list[str]:
     """Run all settings on a cluster, and print what was measured beside what these costs of layers make of it.
 
-    "passes" is how long a micro-batch computes on all workers, of what it does in the first setting. "of passes" is a
+    "passes" is how long all workers compute, of how long they do in the first setting. "of passes" is a
     simulation with passes as long as they were, of the measured step.
     """
     workers = max(setting.workers for setting in settings.values())
@@ -97,7 +97,7 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
         recorded = {name: steps.recorded(opened, setting) for name, setting in settings.items()}
     first = next(iter(settings))
     base = settings[first].throughput(costs)
-    alone = passes(recorded[first]) / settings[first].chunks
+    alone = passes(recorded[first])
     head = (
         f"{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}{'passes':>8}{'of passes':>11}{'MB sent':>9}"
     )
@@ -109,7 +109,7 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
         holds = " ".join(f"{each:.0f}" for each in steps.counted(setting))
         took = f"{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}"
         step = recorded[name]
-        longer = passes(step) / setting.chunks / alone
+        longer = passes(step) / alone
         took += f"{longer:8.2f}{float(step.predicted.makespan) / step.makespan:11.3f}"
         sent = sum(recorded_bytes(step).values()) / 2**20
         lines.append(f"{name:12}{took}{sent:9.1f}  {grown:14}{holds}")

@@ -15,29 +15,35 @@ from pippy.ir.base.errors import SharedParameterError, StageError
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.base.trees import tensors
 from pippy.ir.run.shared_tensors import get_tensor
-from pippy.ir.run.snapshot import Snapshot
+from pippy.ir.run.snapshot import Snapshot, versions_of
 
 NamedInputs = Sequence[tuple[int, str]]  # inputs of a stage, by number and name
 _IN_TORCH = ("torch", "_operator", "operator", "builtins", "math")
 
 
-def snapshot_of_inputs(inputs: Sequence[Any], seen: NamedInputs) -> Snapshot[tuple[str, int]]:
-    """The tensors in these inputs of a stage, before it runs."""
-    named_tensors = {}
-    for index, name in seen:
-        value = inputs[index]
-        if type(value) is torch.Tensor:  # nearly always: it is done for each computation
-            named_tensors[name, 0] = value
-        else:
-            named_tensors.update({(name, at): tensor for at, tensor in enumerate(tensors(value))})
-    return Snapshot(named_tensors)
+def input_versions(inputs: Sequence[Any], seen: NamedInputs) -> list[Any]:
+    """How often the tensors in these inputs of a stage were changed in place, before it runs or after it.
+
+    >>> x = torch.zeros(2)
+    >>> before = input_versions([x], [(0, "x")])
+    >>> x += 1
+    >>> input_versions([x], [(0, "x")]) == before
+    False
+    """
+    try:  # a snapshot would take longer, and this is done for each computation
+        return [
+            value._version if type(value := inputs[index]) is torch.Tensor else versions_of(list(tensors(value)))
+            for index, _ in seen
+        ]
+    except RuntimeError:  # a tensor of inference mode
+        return [versions_of(list(tensors(inputs[index]))) for index, _ in seen]
 
 
-def check_inputs(before: Snapshot[tuple[str, int]], stage: str, module: nn.Module) -> None:
+def check_inputs(before: list[Any], inputs: Sequence[Any], seen: NamedInputs, stage: str, module: nn.Module) -> None:
     """Raise if an input was changed in place since."""
-    changed = before.changed()
-    if changed:
-        name, _ = changed[0]
+    now = input_versions(inputs, seen)
+    if now != before:
+        name = next(name for (_, name), one, other in zip(seen, before, now) if one != other)
         raise StageError(
             f"{stage} changed its input {name!r} in place, in code that tracing does not see. In the plain model, "
             "the change is seen by all code that has this tensor: another stage, the caller, the model itself. A "

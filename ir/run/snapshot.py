@@ -36,19 +36,19 @@ class Snapshot(Generic[_Key]):
         self, tensors: Mapping[_Key, torch.Tensor], copied: Collection[_Key] = (), compares: bool = False
     ) -> None:
         self.tensors, self.compares = tensors, compares
-        self.versions = _versions(tensors.values())
+        self.versions = versions_of(tensors.values())
         self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied]))) if copied else {}
 
     def changed(self, now: Mapping[_Key, torch.Tensor] | None = None) -> list[_Key]:
         """The keys of the tensors that were changed since. Those that were replaced are others ``now``."""
-        if now is None and not self.compares and _versions(self.tensors.values()) == self.versions:
+        if now is None and not self.compares and versions_of(self.tensors.values()) == self.versions:
             return []  # soon, as it is asked after each computation
         before = dict(zip(self.tensors, self.versions))
         tensors = (self.tensors if now is None else now).items()
         return [key for key, tensor in tensors if self._is_changed(key, tensor, before.get(key))]
 
     def _is_changed(self, key: _Key, tensor: torch.Tensor, version: int | None) -> bool:
-        if tensor is not self.tensors.get(key) or _versions([tensor]) != [version]:
+        if tensor is not self.tensors.get(key) or versions_of([tensor]) != [version]:
             return True
         is_compared = self.compares and key in self.copies and tensor.layout is torch.strided
         return is_compared and not torch.equal(tensor, self.copies[key])
@@ -66,7 +66,7 @@ def snapshot_of_buffers(buffers: Mapping[_Key, torch.Tensor]) -> Snapshot[_Key]:
     return Snapshot(buffers, copied, compares=True)
 
 
-def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Collection[torch.Tensor]) -> list[int]:
     """How often each tensor has been changed in place. Torch does not count that of those made in inference mode."""
     try:
         return [tensor._version for tensor in tensors]

@@ -211,6 +211,9 @@ def test_a_child_that_cannot_make_its_object_says_why():
     try:
         with pytest.raises(ChildFailed, match="ValueError: not made"):
             child.ask("pid")
+        child.ask("close")  # as who ends all contestants does, whatever has failed
+        with within(5), pytest.raises(ChildFailed, match="'NoneType' object has no attribute 'close'"):
+            child.answer()
     finally:
         child.close()
 

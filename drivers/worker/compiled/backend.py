@@ -10,10 +10,10 @@ from torch import fx
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves.pieces import Piece
 
+Code = Callable[[list[torch.Tensor]], Sequence[Any]]  # it takes a list, and empties it
 one_at_a_time = (
     threading.RLock()
-)  # in a process: torch's tracers and compilers change classes and settings while they run
-Code = Callable[[list[torch.Tensor]], Sequence[Any]]  # it takes a list, and empties it
+)  # torch's tracers and compilers change classes and settings of a process while they run
 
 
 class Backend(Protocol):

@@ -33,9 +33,8 @@ class PieceCompiler:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.made: dict[str, Code | NotCompiled] = {}
-        self.progress: tuple[int, int] | None = (
-            None  # while it compiles: how many pieces are done, and how many there are
-        )
+        # while it compiles: how many pieces are done, and how many there are
+        self.progress: tuple[int, int] | None = None
 
     def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled]:
         """The compiled codes of pieces, or why there are none. Those that other workers compile now come last."""
