@@ -16,6 +16,7 @@ from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
 from pippy.ir.compile import compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
     all_tensors,
@@ -310,8 +311,10 @@ def modules_of_model(pipe: Pipe) -> list[nn.Module]:
 
 
 def models_of(pipe: Pipe) -> list[nn.Module]:
-    """What the user may call in this process: the model, and the Pipe."""
-    return list({id(module): module for module in [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]}.values())
+    """What the user may call in this process: the model, also inside of its `LossWrapper`, and the Pipe."""
+    models = [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]
+    models += [each.module for each in models if isinstance(each, LossWrapper)]
+    return list({id(module): module for module in models}.values())
 
 
 def module_hooks_of(pipe: Pipe) -> ModuleHooks:

@@ -24,7 +24,8 @@ from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.names import LOSS, named_state
-from pippy.ir.pipe import Pipe
+from pippy.ir.loss.loss_wrappers import LossWrapper
+from pippy.ir.pipe import Pipe, models_of
 
 
 class RemoteParameters:
@@ -113,7 +114,7 @@ class RemoteParameters:
     def copy_to(self, model: nn.Module) -> None:
         """Copy the parameters and buffers on the workers into a model with the same names."""
         self.filling.check("copy_to()")
-        model = original_of(model)
+        model = self._with_loss(original_of(model))
         names = list(self.placed.compiled.qualnames.canonical)
         pipe_tensors, model_tensors = dict(named_state(self.pipe)), dict(named_state(model))
         differ = sorted(
@@ -152,6 +153,11 @@ class RemoteParameters:
             if not loaded.missing_keys:
                 self.stale.end()
         return loaded
+
+    def _with_loss(self, model: nn.Module) -> nn.Module:
+        """The `LossWrapper` that a model of the Pipe's is in: the names are those of the wrapper."""
+        wrappers = [each for each in models_of(self.pipe) if isinstance(each, LossWrapper)]
+        return next((each for each in wrappers if each.module is model), model)
 
     def _names(self) -> list[str]:
         return [name for name, _ in self.pipe.named_parameters()]

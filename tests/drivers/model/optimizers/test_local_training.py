@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import pipe_split, pipeline
+from pippy import TrivialLossWrapper, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.ir.base.errors import PippyWarning
@@ -182,6 +182,19 @@ def test_a_call_of_a_model_that_is_not_what_was_trained_says_so_once_for_each_up
     assert not torch.equal(call(), expected)
     driver.copy_to(model)
     assert not torch.equal(call(), expected) and before - set(model.__dict__) == {"_compiled_call_impl"}
+
+
+def test_a_model_inside_of_a_loss_wrapper_says_so_too(model, threads):
+    driver = PipelineDriver1F1B(pipeline(TrivialLossWrapper(model, nn.MSELoss())), threads)
+    x, target = batch()
+    optimizer, expected = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), model(x)
+    train(driver, optimizer)
+    with said_once(r"this call of the model does not use the trained parameters.*driver.copy_to\(model\)"):
+        assert torch.equal(model(x), expected)
+    driver.copy_to(model)
+    assert torch.equal(model.layers[0].weight, driver.state_dict()["module.layers.0.weight"])
+    assert not torch.equal(model(x), expected)
+    driver.close()
 
 
 def test_a_closed_or_forgotten_driver_says_nothing_of_a_state_dict(model, threads):
