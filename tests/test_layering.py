@@ -29,7 +29,7 @@ LAYERS = """
     drivers/choice drivers/model/optimizers drivers/model/state drivers/model/recovery drivers/model drivers/generation
     drivers/driver/data drivers/driver/steps drivers/driver/check drivers/driver drivers
 
-    pippy/errors pippy/balance pippy/pipeline pippy/training pippy/api pippy/cli pippy/__main__ pippy
+    pippy/errors pippy/balance pippy/pipeline pippy/training pippy/integrations pippy/api pippy/cli pippy/__main__ pippy
 """.split()
 PURE = ("drivers/plan",)  # these import no torch
 WITHOUT_TRACER = ("ir/run", "ir/halves", "drivers/worker")

@@ -1,0 +1,97 @@
+"""The model of a Trainer on workers: its Pipe and its driver, made for the first batch that comes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.batch.items import call_of_items
+from pippy.drivers.driver.drivers import PipelineDriver
+from pippy.drivers.engines.cluster import Cluster
+from pippy.integrations.transformers.arguments import PipelineArguments
+from pippy.integrations.transformers.traced_loss import ITEMS, TracedLoss, returned_outputs
+from pippy.ir.pipe import Pipe
+from pippy.pipeline import pipeline
+
+
+class PipelinedModel:
+    """A model on the workers of a cluster, and its calls.
+
+    A batch is a dict of arguments of `TracedLoss`. ``accumulated`` batches are run at once.
+    """
+
+    def __init__(
+        self,
+        loss: TracedLoss,
+        arguments: PipelineArguments,
+        cluster: Cluster,
+        options: Mapping[str, Any],
+        batch: Mapping[str, Any],
+        accumulated: int,
+    ) -> None:
+        self.loss, self.names, self.arguments, self.accumulated = loss, set(batch), arguments, accumulated
+        self.stages = arguments.stages_on(len(cluster))
+        rows = _rows(batch)
+        self.is_cut = rows > 1  # else batches are micro-batches as they come, and there is nothing to check
+        example = {name: _first_rows(value, rows, self._chunks(rows)) for name, value in batch.items()}
+        with torch.enable_grad():
+            self.pipe = pipeline(loss, num_stages=self.stages, split=arguments.split, example_kwargs=example)
+        self.sums = _is_used(self.pipe, ITEMS)
+        losses = {"check": self.is_cut, **({"loss_reduction": "sum"} if self.sums else {})}
+        self.driver = PipelineDriver(self.pipe, cluster, **{**losses, **arguments.driver_options(), **options})
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in this process."""
+        return self.loss.module
+
+    def _chunks(self, rows: int) -> int:
+        return self.arguments.chunks_of(rows, self.accumulated, self.stages) if self.is_cut else 1
+
+    def train(self, batches: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Run batches forward and backward, and give the sum of their losses.
+
+        Losses that are sums over all batches, divided by what these hold together, are one step of the pipeline. A loss that is
+        a mean over its batch is a step of its own.
+        """
+        together = [batches] if self.sums else [[each] for each in batches]
+        running = []
+        for each in together:
+            call = call_of_items(each, self._chunks(max(map(_rows, each))))
+            running.append(self.driver.run_async(call.chunks, *call.args, outputs=False, **call.kwargs))
+        return torch.stack([each.result() for each in running]).sum()
+
+    def evaluate(self, batch: Mapping[str, Any], outputs: bool) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, and what the model returns for it, or nothing."""
+        call = call_of_items([batch], self._chunks(_rows(batch)))
+        with torch.no_grad():
+            result = self.driver.run(call.chunks, outputs=None if outputs else False, **call.kwargs)
+        return (result["loss"], returned_outputs(result)) if outputs else (result, {})
+
+    def fetch(self) -> None:
+        """Copy the parameters and buffers of the workers into the model of this process."""
+        self.driver.copy_to(self.loss)
+
+    def send(self) -> None:
+        """Copy the parameters and buffers of the model of this process to the workers."""
+        self.driver.load_state_dict(self.loss.state_dict())
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    """How many rows a batch has: those of most of its tensors."""
+    sizes = [value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    return max(set(sizes), key=sizes.count, default=1)
+
+
+def _first_rows(value: Any, rows: int, chunks: int) -> Any:
+    """The part of an argument that the first micro-batch has."""
+    cut = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+    return value[: -(-rows // chunks)] if cut else value
+
+
+def _is_used(pipe: Pipe, name: str) -> bool:
+    """Whether a stage computes with this input."""
+    return any(
+        str(node.target).lstrip("*") == name and node.users for node in pipe.split_gm.graph.find_nodes(op="placeholder")
+    )

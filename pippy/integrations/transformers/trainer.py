@@ -1,0 +1,310 @@
+"""`PipelineTrainer`: the Trainer of transformers, whose model is on the workers of a pipeline.
+
+The loop is the Trainer's own. These of its methods do their work on the workers:
+
+    the Trainer calls                     here
+    ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    create_optimizer                      a plain optimizer, whose steps the workers do      optimizer.py
+    training_step, for each batch         waits for the last of an update; then all are one step of the pipeline
+    accelerator.clip_grad_norm_           the norm of the gradients on the workers
+    prediction_step                       the same stages, without gradients
+    save_model, checkpoints               the parameters are fetched first; the files are the Trainer's
+    loads of a model                      the parameters are sent afterwards
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from pippy.drivers.base.errors import ClusterError, DriverError
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.open_cluster import cluster as open_cluster
+from pippy.integrations.transformers.arguments import PipelineArguments
+from pippy.integrations.transformers.optimizer import OptimizerOfTrainer
+from pippy.integrations.transformers.pipelined_model import PipelinedModel
+from pippy.integrations.transformers.refusals import check_training_arguments
+from pippy.integrations.transformers.traced_loss import ACCUMULATED, ITEMS, TracedLoss
+from pippy.ir.base.brief import brief
+
+_RANDOM_STATE = "pippy_random_state.json"
+_logger = logging.get_logger(__name__)
+
+
+class PipelineTrainer(Trainer):
+    """A `transformers.Trainer` that trains its model on the workers of a pipeline, with the numbers of a plain one.
+
+    Takes what a Trainer takes, and ``stages``, into how many the model is cut; or as ``pipeline`` all that is said of the
+    pipeline, a `PipelineArguments`. The workers are those of ``cluster``, or of the cluster that is open, or new ones, which
+    `close` ends. ``driver_options`` are further arguments of the driver, as messages may advise them.
+
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+    >>> from pippy.integrations.transformers import PipelineTrainer
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_head=1, n_layer=2, n_positions=8))
+    >>> data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    >>> args = TrainingArguments(max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no")
+    >>> trainer = PipelineTrainer(model, args, train_dataset=data, stages=2)
+    >>> result = trainer.train()
+    {'train_runtime': ...}
+    >>> trainer.close()
+    >>> result.global_step
+    2
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        stages: int | None = None,
+        pipeline: PipelineArguments | None = None,
+        cluster: Cluster | None = None,
+        driver_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        training_arguments = args[1] if len(args) > 1 else kwargs.get("args")
+        if training_arguments is not None:
+            check_training_arguments(training_arguments)
+        self.pipeline_arguments = _checked_pipeline(stages, pipeline)
+        self._cluster = _open_cluster() if cluster is None else cluster
+        self._own_cluster: Cluster | None = None
+        self.pipeline_arguments.checked(None if self._cluster is None else len(self._cluster))
+        self._driver_options = dict(driver_options or {})
+        self._pipelined: PipelinedModel | None = None
+        self._is_stale = False  # whether the model of this process is older than that of the workers
+        self._waiting: list[dict[str, Any]] = []  # the batches of an update, of which the last is not there yet
+        self._random_state: dict[str, int] | None = None  # of a checkpoint, for the first step
+        super().__init__(*args, **kwargs)
+        if training_arguments is None:
+            check_training_arguments(self.args)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which leaves the model of this process as it is."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = False
+        self.accelerator.clip_grad_norm_ = self._clip_grad_norm_of_workers
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """The autocast that surrounds a step."""
+        if not self.args.bf16:
+            return nullcontext()
+        workers = self._workers_of()
+        return torch.autocast(workers.device_type, dtype=torch.bfloat16)
+
+    # The model on the workers
+
+    @property
+    def driver(self) -> Any:
+        """The driver, or None before the first batch."""
+        return None if self._pipelined is None else self._pipelined.driver
+
+    def _workers_of(self) -> Cluster:
+        if self._cluster is None or self._cluster.closed:
+            arguments = self.pipeline_arguments
+            self._cluster = self._own_cluster = open_cluster(arguments.stages_on(1) * arguments.replicas)
+        return self._cluster
+
+    def _pipelined_for(self, batch: Mapping[str, Any]) -> PipelinedModel:
+        """The model on the workers; made if it is not there, or if the Trainer has another model now."""
+        if self._pipelined is not None and self._pipelined.model is not self.model:
+            self._drop()
+        if self._pipelined is None:
+            assert self.model is not None
+            loss = TracedLoss(self.model, partial(type(self).compute_loss, self))
+            accumulated = self.args.gradient_accumulation_steps
+            cluster, arguments = self._workers_of(), self.pipeline_arguments
+            self._pipelined = PipelinedModel(loss, arguments, cluster, self._driver_options, batch, accumulated)
+        if self._random_state is not None:
+            self._pipelined.driver.random_state, self._random_state = self._random_state, None
+        if isinstance(self.optimizer, OptimizerOfTrainer):
+            self.optimizer.bind(self._pipelined.driver)
+        return self._pipelined
+
+    def _drop(self) -> None:
+        """Take the model from the workers; the cluster goes on."""
+        if self._pipelined is not None:
+            if isinstance(self.optimizer, OptimizerOfTrainer):
+                self.optimizer.unbind()
+            self._pipelined.driver.close()
+        self._pipelined, self._is_stale = None, False
+        self._waiting.clear()
+
+    def update_model(self) -> nn.Module:
+        """Copy the parameters from the workers into ``trainer.model``, and return it: in a callback, say.
+
+        The Trainer's own calls, `train`, `save_model` and so on, do that by themselves.
+        """
+        if self._pipelined is not None and self._is_stale:
+            self._pipelined.fetch()
+        self._is_stale = False
+        assert self.model is not None
+        return self.model
+
+    def close(self) -> None:
+        """End the workers that this trainer has started, with the trained parameters in ``trainer.model``.
+
+        The trainer can be used on: it then starts others.
+        """
+        self.update_model()
+        self._drop()
+        if self._own_cluster is not None:
+            self._own_cluster.close()
+            self._cluster = self._own_cluster = None
+
+    def end(self) -> None:
+        """What a Trainer does at the end of a script, and `close`."""
+        self.close()
+        super().end()
+
+    @contextmanager
+    def _changes_model(self) -> Iterator[None]:
+        """Inside, the Trainer loads parameters into its model; they are sent to the workers afterwards."""
+        self.update_model()
+        yield
+        if self._pipelined is not None:
+            self._pipelined.send()
+
+    # Training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as a Trainer does; afterwards ``trainer.model`` has the trained parameters."""
+        self._waiting.clear()
+        result = super().train(*args, **kwargs)
+        self._waiting.clear()
+        self.update_model()
+        return result
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer that the arguments ask for, or that was given, on the workers."""
+        if not isinstance(self.optimizer, OptimizerOfTrainer):
+            self.optimizer = OptimizerOfTrainer(super().create_optimizer(*args, **kwargs), self._stepped)
+        if self._pipelined is not None and self._pipelined.model is self.model:
+            self.optimizer.bind(self._pipelined.driver)
+            self._pipelined.driver.zero_grad()
+        return self.optimizer
+
+    def _stepped(self) -> None:
+        self._is_stale = True
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run a batch, with those that are accumulated before it. All but the last of an update return 0."""
+        model.train()
+        self._waiting.append(self._call(inputs, num_items_in_batch, self._accumulated()))
+        if len(self._waiting) < self._accumulated():
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        with self.compute_loss_context_manager():
+            return self._pipelined_for(batches[0]).train(batches).to(self.args.device)
+
+    def _accumulated(self) -> int:
+        """How many batches the update has that is computed now."""
+        return int(getattr(self, "current_gradient_accumulation_steps", 1))
+
+    def _call(self, inputs: Any, items: Any, accumulated: int) -> dict[str, Any]:
+        """The arguments of `TracedLoss` for a batch."""
+        call = dict(self._prepare_inputs(inputs))
+        if items is not None:
+            call[ITEMS] = torch.as_tensor(items)
+        if not self._loss_is_scaled(items):
+            call[ACCUMULATED] = accumulated
+        return call
+
+    def _loss_is_scaled(self, items: Any) -> bool:
+        """Whether the loss is divided by what all batches of an update hold."""
+        said = getattr(self, "loss_is_scaled_for_ga", None)
+        if said is not None:
+            return bool(said)
+        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+
+    def _clip_grad_norm_of_workers(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """In the place of the accelerator's: clips the gradients on the workers, and gives their norm."""
+        if self.driver is None:
+            raise DriverError("gradients are clipped before any step; there are none on the workers")
+        if max_norm == float("inf"):
+            return self.driver.grad_norm(norm_type)
+        return self.driver.clip_grad_norm_(max_norm, norm_type)
+
+    # Evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Evaluate a batch on the workers. One without labels is computed by the model of this process."""
+
+        def here(**arguments: Any) -> Any:
+            _logger.warning_once(
+                "PipelineTrainer: these batches have no labels, for which the stages were not made; the model in this process "
+                "computes them"
+            )
+            return self.update_model()(**arguments)
+
+        self.compute_loss = partial(self._loss_of_workers, not prediction_loss_only)  # type: ignore[method-assign]
+        try:
+            stand_in: Any = here
+            return super().prediction_step(stand_in, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        finally:
+            del self.compute_loss
+
+    def _loss_of_workers(
+        self, with_outputs: bool, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In the place of `compute_loss` while a batch is evaluated."""
+        call = self._call(inputs, num_items_in_batch, 1)
+        pipelined = self._pipelined_for(call)
+        loss, outputs = pipelined.evaluate(call, with_outputs)
+        loss = loss.to(self.args.device)
+        return (loss, outputs) if return_outputs else loss
+
+    # Checkpoints
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        self.update_model()
+        super()._save(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._changes_model():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with self._changes_model():
+            super()._load_best_model()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.driver is not None:
+            with open(os.path.join(output_dir, _RANDOM_STATE), "w") as file:
+                json.dump(self.driver.random_state, file)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        path = os.path.join(checkpoint or "", _RANDOM_STATE)
+        if checkpoint is not None and os.path.isfile(path):
+            with open(path) as file:
+                self._random_state = json.load(file)
+
+
+def _checked_pipeline(stages: Any, pipeline: Any) -> PipelineArguments:
+    if pipeline is None:
+        return PipelineArguments(stages=stages)
+    if not isinstance(pipeline, PipelineArguments):
+        raise DriverError(f"pipeline={brief(pipeline)}: give a PipelineArguments, as in PipelineArguments(stages=4)")
+    if stages is not None:
+        raise DriverError(
+            f"stages={brief(stages)} and pipeline= are both given; say PipelineArguments(stages={brief(stages)})"
+        )
+    return pipeline
+
+
+def _open_cluster() -> Cluster | None:
+    """The cluster that is open, if one is."""
+    try:
+        return current_cluster()
+    except ClusterError:
+        return None

@@ -1,0 +1,294 @@
+"""A PipelineTrainer has the losses of a Trainer, step by step, and so its gradient norms, learning rates and metrics."""
+
+import numpy
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_utils import SchedulerType
+
+from tests.integrations.trainers import (
+    WORDS,
+    PipelineArguments,
+    PipelineTrainer,
+    Trainer,
+    arguments,
+    assert_same_history,
+    assert_same_model,
+    bert,
+    gpt2,
+    llama,
+    padded,
+    sentences,
+    train,
+    trainers,
+)
+
+LANGUAGE = {"train_dataset": sentences(13), "data_collator": padded}
+LABELLED = [{**each, "labels": each["input_ids"]} for each in sentences(12)]
+CLASSES = [{**each, "label": len(each["input_ids"]) % 3} for each in sentences(13)]
+
+
+def accuracy(predicted):
+    return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+
+def test_padded_rows_with_accumulation_clipping_decay_and_evaluation(tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,  # the last update of an epoch has one batch, of one row
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.3,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "train_sampling_strategy": "group_by_length",
+        "include_num_input_tokens_seen": "non_padding",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
+    plain, own = trainers(
+        gpt2(), tmp_path, threads, options, eval_dataset=sentences(9), compute_metrics=accuracy, **LANGUAGE
+    )
+    expected, result = train(plain, own)
+    assert result.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
+    assert_same_history(own, plain)
+    assert_same_model(own.model, plain.model)
+    assert plain.state.log_history[-1]["num_input_tokens_seen"] > 0
+
+    predictions, reference = own.predict(sentences(5)), plain.predict(sentences(5))
+    numpy.testing.assert_allclose(predictions.predictions, reference.predictions, rtol=1e-4, atol=1e-5)
+    numpy.testing.assert_array_equal(predictions.label_ids, reference.label_ids)
+    unlabelled = [{"input_ids": each["input_ids"][:4]} for each in sentences(5)]
+    own.data_collator = plain.data_collator = lambda rows: {
+        "input_ids": torch.tensor([each["input_ids"] for each in rows])
+    }
+    numpy.testing.assert_allclose(
+        own.predict(unlabelled).predictions, plain.predict(unlabelled).predictions, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_smoothed_labels_without_clipping(tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 4,
+        "max_grad_norm": 0.0,
+        "label_smoothing_factor": 0.1,
+        "lr_scheduler_type": "polynomial",
+        "optim": "sgd",
+        "eval_strategy": "epoch",
+        "prediction_loss_only": True,
+    }
+    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(7), **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_losses_that_are_means_over_their_batches(scaled, tmp_path, threads):
+    """A classifier divides by its rows. Trainer divides such a loss by the batches of an update, if it knows that it is one."""
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 4,
+        "eval_strategy": "epoch",
+    }
+    given = {
+        "train_dataset": CLASSES,
+        "eval_dataset": CLASSES[:6],
+        "data_collator": padded,
+        "compute_metrics": accuracy,
+    }
+    plain, own = trainers(bert(), tmp_path, threads, options, **given)
+    plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = scaled
+    train(plain, own)
+    assert_same_history(own, plain)
+
+
+def test_packed_rows(tmp_path, threads):
+    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3}
+    plain, own = trainers(
+        llama(), tmp_path, threads, options, train_dataset=LABELLED, data_collator=DataCollatorWithFlattening()
+    )
+    train(plain, own)
+    assert_same_history(own, plain)
+
+
+def test_rows_one_by_one_fill_the_pipeline(tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 4,
+        "eval_strategy": "epoch",
+    }
+    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain)
+    assert own.driver.random_state["steps"] == 4  # one for each update, and not for each row
+
+
+class Weighted:
+    """A loss of the user's own: in a subclass, as in many scripts."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = 0.5 * losses / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlainWeighted(Weighted, Trainer):
+    pass
+
+
+class OwnWeighted(Weighted, PipelineTrainer):
+    pass
+
+
+def counted(outputs, labels, num_items_in_batch=None):
+    """A compute_loss_func."""
+    losses = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses / num_items_in_batch
+
+
+@pytest.mark.parametrize("kind, given", [((PlainWeighted, OwnWeighted), {}), (None, {"compute_loss_func": counted})])
+def test_losses_of_the_users_own(kind, given, tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "eval_strategy": "epoch",
+    }
+    given = {**given, **LANGUAGE, "eval_dataset": sentences(4)}
+    plain, own = trainers(gpt2(), tmp_path, threads, options, kind or (Trainer, PipelineTrainer), **given)
+    train(plain, own)
+    assert_same_history(own, plain)
+
+
+class Seen(TrainerCallback):
+    def __init__(self):
+        self.calls = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.calls.append(("step", state.global_step))
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.calls.append(("substep", state.global_step))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.calls.append(("evaluate", state.global_step))
+
+
+def test_callbacks_and_early_stopping(tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,  # so large that it soon gets worse for other rows
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "num_train_epochs": 20,
+    }
+    given = {"eval_dataset": sentences(6), "callbacks": [EarlyStoppingCallback(2), Seen()], **LANGUAGE}
+    plain, own = trainers(gpt2(), tmp_path, threads, options, **given)
+    train(plain, own)
+    assert own.state.global_step == plain.state.global_step < 20
+    assert_same_history(own, plain, rel=1e-3)
+    assert own.callback_handler.callbacks[-2].calls == plain.callback_handler.callbacks[-2].calls != []
+    assert_same_model(own.model, plain.model, rtol=1e-3)  # the best one
+    assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+    names = [sorted(each.name for each in (tmp_path / which).iterdir()) for which in ("own", "plain")]
+    assert names[0] == names[1] and len(names[0]) >= 2
+
+
+@pytest.mark.parametrize("kind", list(SchedulerType))
+def test_every_schedule_of_the_learning_rate(kind, tmp_path, threads):
+    more = {
+        "cosine_with_min_lr": {"min_lr": 1e-4},
+        "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+        "warmup_stable_decay": {"num_decay_steps": 2},
+    }.get(kind.value, {})
+    plain, own = trainers(
+        gpt2(),
+        tmp_path,
+        threads,
+        {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": 2, "eval_strategy": "epoch"},
+        eval_dataset=sentences(2),
+    )
+    for each in (plain, own):
+        each.create_optimizer_and_scheduler(6)
+    own.optimizer.on_workers = own.optimizer.driver = _Nothing()
+    for _ in range(6):
+        rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (own, plain)]
+        assert rates[0] == rates[1]
+        for each in (own, plain):
+            each.optimizer.step()
+            each.lr_scheduler.step(*([1.0] if kind in ("reduce_lr_on_plateau", "greedy") else []))
+
+
+class _Nothing:
+    """In the place of a driver and its optimizer."""
+
+    param_groups = ()
+
+    def step(self, closure):
+        pass
+
+    def zero_grad(self):
+        pass
+
+
+def test_bfloat16(tmp_path, threads):
+    options = {"per_device_train_batch_size": 4, "max_steps": 5, "bf16": True, "eval_strategy": "epoch"}
+    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain, rel=2e-2)
+    assert {each.dtype for each in own.model.parameters()} == {torch.float32}
+    predicted = own.predict(sentences(4)).predictions
+    assert predicted.dtype == plain.predict(sentences(4)).predictions.dtype
+    assert predicted.shape[-1] == WORDS
+
+
+def test_low_rank_adapters(tmp_path, threads):
+    peft = pytest.importorskip("peft", reason="peft is in the extra 'dev'")
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    options = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    model = peft.get_peft_model(llama(), config)
+    plain, own = trainers(model, tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain)
+    assert_same_model(own.model, plain.model)
+    own.save_model(str(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    assert_same_model(again, plain.model)
+
+
+def test_replicas_and_another_schedule(tmp_path, threads):
+    options = {"per_device_train_batch_size": 8, "max_steps": 2}
+    pipeline = PipelineArguments(stages=1, replicas=2, chunks=4, split="parameters", schedule="fill_drain")
+    plain, own = trainers(gpt2(), tmp_path, threads, options, pipeline=pipeline, **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain)
+    assert own.driver.replicas == 2 and own.driver.schedule == "fill_drain"
+
+
+def test_a_model_for_each_training(tmp_path, threads):
+    options = {"per_device_train_batch_size": 4, "max_steps": 2}
+    given = {"model_init": lambda: gpt2(), "cluster": threads, **LANGUAGE}
+    own = PipelineTrainer(args=arguments(tmp_path, **options), stages=2, **given)
+    first, second = train(own, own)
+    assert first.training_loss == second.training_loss
