@@ -9,10 +9,12 @@ Method:   as exps/unet.py does it: fill-drain is simulated with the times of the
 Finding:  all five counts of parameters are the published ones. Speed-ups, from layers measured here, for 1, 4 and 32
           micro-batches (the paper's): 2 workers 1, 1.53, 1.63 (1, 1.54, 1.77); 4 workers 1.09, 2.25, 2.89 (1.00, 1.67, 2.71);
           8 workers 1.17, 3.04, 5.12 (0.93, 2.62, 4.95). docs/memory.md says what differs, and why.
-          steps --width 32 --side 96 --rows 4 --rounds 9, on two virtual cores: with one micro-batch, all computed again, two
-          workers grow by 373 and 196 MB; with 8, all but the last, by 108 and 109; by 303 and 176 if nothing is. Steps take
-          0.87 s (quartiles 0.85 to 0.96), 1.21 (1.21 to 1.35), 0.83 (0.83 to 0.84): speed-ups of 1, 0.72, 1.05,
-          where 1, 1.54, 2.08 are simulated, from layers that are timed alone. What takes the rest was not looked into.
+          steps --width 32 --side 96 --rows 4 --rounds 5, on two virtual cores: with one micro-batch, all computed again, two
+          workers grow by 326 and 237 MB; with 8, all but the last, by 144 and 163; by 325 and 254 if nothing is. Steps take
+          0.87 s (quartiles 0.86 to 0.87), 1.07 (1.02 to 1.10), 0.70 (0.70 to 0.70): speed-ups of 1, 0.81, 1.24,
+          where 1, 1.56, 2.10 are simulated, from layers that are timed alone. Simulated with passes as long as they were in
+          the step, it takes 0.991, 0.983 and 0.962 of the measured step. So passes take longer beside a neighbour than alone:
+          the cores share the way to memory, for which most of these layers wait (exps/neighbours.py).
 """
 
 from functools import cache

@@ -17,7 +17,7 @@ told that its controller was gone. Earlier campaigns, of 1,900 faults, found Ctr
 descriptors that Ctrl-C left open.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random: on a local cluster,
-under torchrun on one host, or under torchrun on two (network namespaces). A fault is
+on actors of a Ray with two nodes, under torchrun on one host, or under torchrun on two (network namespaces). A fault is
 
 - an exception or `sys.exit` in an instruction, in the optimizer or while stages are loaded; a value that cannot be pickled, or
   not be unpickled;
@@ -27,12 +27,14 @@ under torchrun on one host, or under torchrun on two (network namespaces). A fau
 - SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller;
 - a cut connection: all sockets of a worker to other workers are shut down in a step; `ss -K` of all connections of TCP among
   the ranks, or between two hosts; a host that is cut off without a word, or all of whose processes are killed;
+- the raylet of a node of Ray is killed; the head is killed, and steps go on;
 - Ctrl-C at any instant, of the start, of steps or of the end, under torchrun for all processes: the controller ends.
 
 After each fault the controller must raise the right error within the bound of exps/injected/kinds.py, which grows with the load
 of the machine. If the cluster survives, another step must give the plain model's gradients and loss; if not, another cluster
 must: in the same process, or the next under torchrun. A controller that prints nothing for 60 s counts as hung. A process that
-exists 5 s after the end of its controller counts as left behind (45 s under torchrun, which kills what is stopped after 30 s),
+exists 5 s after the end of its controller counts as left behind (10 s if it is an actor, 45 s under torchrun, which kills what
+is stopped after 30 s),
 and so do descriptors, maps of shared memory and files. Clusters have ``timeout=3.0``. A worker that was stopped under torchrun
 goes on after the report, and must end by itself.
 
@@ -44,6 +46,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 
 from exps.injected.controller import play
 from exps.injected.kinds import ALL_DEADLY, ANYWHERE, DEADLY, GENTLE
@@ -51,7 +54,7 @@ from exps.injected.training import Report
 from exps.injected.watch import watch
 from exps.peers.hosts import NoHosts, hosts
 
-PLACES = {"local": 0.7, "ranks": 0.15, "hosts": 0.15}  # the shares of the groups of faults
+PLACES = {"local": 0.6, "ray": 0.1, "ranks": 0.15, "hosts": 0.15}  # the shares of the groups of faults
 
 
 def rounds(
@@ -84,6 +87,9 @@ def table(reports: Iterable[tuple[str, Report]]) -> str:
 
 def possible(places: list[str]) -> list[str]:
     """Those of the places that can be had here."""
+    if "ray" in places and find_spec("ray") is None:
+        print("nothing on Ray, which is not installed", file=sys.stderr)
+        places = [each for each in places if each != "ray"]
     try:
         with hosts(1):
             return places

@@ -13,12 +13,15 @@ import torch
 
 from exps.injected.deadly import deadly
 from exps.injected.gentle import gentle
-from exps.injected.kinds import ANYWHERE, GENTLE, TIMEOUT
+from exps.injected.kinds import ANYWHERE, GENTLE, TIMEOUT, TORCHRUN
 from exps.injected.left import Held
+from exps.injected.ray_place import OPTIONS
 from exps.injected.training import Report, Training
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.interrupted_everywhere import descriptors
+
+SIZES = {"local": (2, 3, 4), "ray": (3, 4)}  # numbers of workers; those of a Ray are on both of its nodes
 
 
 def play(seed: int, place: str, kinds: list[str]) -> None:
@@ -29,30 +32,36 @@ def play(seed: int, place: str, kinds: list[str]) -> None:
     rng = random.Random(seed)
     if os.environ.get("RANK", "0") == "0":
         say(pid=os.getpid())  # an import of torch may lose an interrupt
-    if place != "local":
+    if place in TORCHRUN:
         with cluster(threads=1, timeout=TIMEOUT, controller_hosts=rng.choice([True, False])) as opened:
             have(opened, kinds, rng)
             raise SystemExit("a worker was lost")  # as a script ends that does not catch it
     elif kinds == [ANYWHERE]:
         while True:  # a cluster is opened and closed again, so that Ctrl-C may meet any of it
-            with cluster(2, threads=1, timeout=TIMEOUT) as opened:
+            with cluster(2, threads=1, timeout=TIMEOUT, **_options(place)) as opened:
                 Training(opened, rng).step()
     else:
-        beside_the_controller(kinds, rng)
+        beside_the_controller(place, kinds, rng)
 
 
-def beside_the_controller(kinds: list[str], rng: random.Random) -> None:
-    """The faults on a local cluster. No descriptor is left, and the next cluster of the same process is right."""
+def _options(place: str) -> dict[str, Any]:
+    return OPTIONS if place == "ray" else {}
+
+
+def beside_the_controller(place: str, kinds: list[str], rng: random.Random) -> None:
+    """The faults on a local cluster, or on actors. No descriptor is left, and the next cluster of the same process is right."""
     before = descriptors()
-    with cluster(rng.choice([2, 3, 4]), threads=1, timeout=TIMEOUT) as opened:
+    with cluster(rng.choice(SIZES[place]), threads=1, timeout=TIMEOUT, **_options(place)) as opened:
         have(opened, kinds, rng)
     gc.collect()
     after = descriptors()
-    if len(after) > len(before):
+    if place == "local" and len(after) > len(before):  # Ray itself keeps some
         new = {number: what for number, what in after.items() if before.get(number) != what}
         wrong = f"descriptors: {len(before)} before, {len(after)} after, among them {new}"
         say(**asdict(Report(kinds[-1], 0.0, wrong)))
-    with cluster(2, threads=1, timeout=TIMEOUT) as opened:
+    if kinds[-1] == "kill head":  # nobody would place workers
+        return
+    with cluster(2, threads=1, timeout=TIMEOUT, **_options(place)) as opened:
         right_steps(opened, rng)
 
 

@@ -6,12 +6,13 @@ import threading
 import time
 from pathlib import Path
 
-from exps.injected.kinds import BY_THE_WATCHER
+from exps.injected.kinds import BY_THE_WATCHER, UNNOTICED
 from exps.injected.training import ROWS, STAGES, Report, Training
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import failing_model, scarce
 
 LONGEST = 60.0  # seconds of steps, until what was to happen has not
+UNNOTICED_FOR = 1.0  # seconds of steps around what is not to be noticed
 
 
 def deadly(training: Training, kind: str) -> Report:
@@ -30,18 +31,18 @@ def deadly(training: Training, kind: str) -> Report:
             os.kill(victim, number)
 
         threading.Timer(training.rng.uniform(0, 0.1), strike).start()
-    until = time.monotonic() + LONGEST
+    until = time.monotonic() + (UNNOTICED_FOR if kind in UNNOTICED else LONGEST)
     wrong = ""
     try:
-        while time.monotonic() < (sent[0] + 0.5 if kind == "stop fork server" and sent else until):
+        while time.monotonic() < until:
             training.run(orders)
-        wrong = "" if kind == "stop fork server" else "nothing was noticed"
+        wrong = "" if kind in UNNOTICED else "nothing was noticed"
     except WorkerLostError as error:
-        wrong = f"a worker was lost: {error}" if kind == "stop fork server" else ""
+        wrong = f"a worker was lost: {error}" if kind in UNNOTICED else ""
     except (StepError, ClusterError) as error:
         wrong = f"{type(error).__name__}: {error}"
     ended = time.monotonic()
-    seconds = 0.0 if not sent or kind == "stop fork server" else ended - sent[0]
+    seconds = 0.0 if not sent or kind in UNNOTICED else ended - sent[0]
     return Report(kind, seconds, wrong, ended)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from exps.injected.kinds import TORCHRUN
 from exps.injected.left import MARK
+from exps.injected.ray_place import RayPlace, ray_place
 from exps.peers.hosts import Host, hosts
 
 ROOT = Path(__file__).parents[2]
@@ -20,10 +22,11 @@ _PORT = "29517"  # of the first host, which is nobody else's
 
 @dataclass
 class Job:
-    """The processes that were started, of which the first one's output is the controller's; and the hosts, if any."""
+    """The processes that were started, of which the first one's output is the controller's; and their hosts or Ray, if any."""
 
     processes: "list[subprocess.Popen[str]]"
     on: list[Host]
+    ray: RayPlace | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal to all that a terminal would send it to."""
@@ -44,7 +47,8 @@ def job(place: str, seed: int, kinds: list[str], mark: str, directory: str, erro
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     with ExitStack() as stack:
         on: list[Host] = []
-        if place == "local":
+        ray = stack.enter_context(ray_place(mark)) if place == "ray" else None
+        if place not in TORCHRUN:
             commands = [[sys.executable, *played]]
         elif place == "ranks":
             commands = [[*torchrun, "--standalone", "--nproc-per-node", str(rng.choice([3, 4])), *played]]
@@ -56,7 +60,10 @@ def job(place: str, seed: int, kinds: list[str], mark: str, directory: str, erro
                 host.command(*torchrun, *each, "--node-rank", str(number), *meeting, *played)
                 for number, host in enumerate(on)
             ]
-        started = Job([], on)
+        started = Job([], on, ray)
+        environment = os.environ | {MARK: mark, "TMPDIR": directory, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if ray is not None:
+            environment["RAY_ADDRESS"] = ray.address
         stack.callback(_end, started)
         for number, command in enumerate(commands):
             started.processes.append(
@@ -66,7 +73,7 @@ def job(place: str, seed: int, kinds: list[str], mark: str, directory: str, erro
                     stdout=errors if number else subprocess.PIPE,
                     stderr=errors,
                     cwd=ROOT,
-                    env=os.environ | {MARK: mark, "TMPDIR": directory, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    env=environment,
                     text=True,
                     start_new_session=True,
                 )

@@ -19,13 +19,16 @@ SHORTAGES = {
 # those that a cluster survives
 GENTLE = [*RAISES, *SHORTAGES, "optimizer", "load", "ctrl-c", "ctrl-c twice", "lid"]
 ANYWHERE = "ctrl-c anywhere"
+TORCHRUN = ("ranks", "hosts")  # on one host, and on two
 _EVERYWHERE = ["kill worker", "stop worker", "kill controller", ANYWHERE]
 DEADLY = {
     "local": [*_EVERYWHERE, "cut", "kill fork server", "stop fork server"],
-    "ranks": [*_EVERYWHERE, "cut", "cut tcp"],  # under torchrun on one host
-    "hosts": [*_EVERYWHERE, "cut tcp", "kill host", "cut host"],  # under torchrun on two
+    "ranks": [*_EVERYWHERE, "cut", "cut tcp"],
+    "hosts": [*_EVERYWHERE, "cut tcp", "kill host", "cut host"],
+    "ray": [*_EVERYWHERE, "cut", "kill node", "kill head"],
 }
-BY_THE_WATCHER = ["kill controller", "kill host", "cut host", "cut tcp"]
+BY_THE_WATCHER = ["kill controller", "kill host", "cut host", "cut tcp", "kill node", "kill head"]
+UNNOTICED = ["stop fork server", "kill head"]  # steps go on
 TIMEOUT = 3.0  # of the clusters: what does not answer is lost after that and another second
 ALL_DEADLY = list(dict.fromkeys(kind for kinds in DEADLY.values() for kind in kinds))
 

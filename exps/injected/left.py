@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,10 +20,10 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def outlast(mark: str, seconds: float) -> tuple[float, list[int]]:
+def outlast(processes: Callable[[], list[int]], seconds: float) -> tuple[float, list[int]]:
     """How long the processes of a controller go on after its end, and those that do so for longer than they may."""
     start = time.monotonic()
-    while (left := marked(mark)) and time.monotonic() < start + seconds:
+    while (left := processes()) and time.monotonic() < start + seconds:
         time.sleep(0.02)
     took = time.monotonic() - start
     for pid in left:

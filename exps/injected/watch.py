@@ -11,16 +11,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from exps.injected.job import Job, cut_tcp, job
-from exps.injected.kinds import ANYWHERE, BY_THE_WATCHER, bound
+from exps.injected.kinds import ANYWHERE, BY_THE_WATCHER, TORCHRUN, bound
 from exps.injected.left import files_left, marked, outlast
 from exps.injected.training import Report
 from tests.drivers.processes import allowing_for, wanting_a_core
 
 PATIENCE = 60.0  # seconds in which a controller that lives says something; on a busy machine more
-GRACE = {"local": 5.0, "ranks": 45.0, "hosts": 45.0}  # torchrun kills what does not end, as it is stopped, after 30 s
+GRACE = {
+    "local": 5.0,
+    "ray": 10.0,
+    "ranks": 45.0,
+    "hosts": 45.0,
+}  # torchrun kills what does not end, as it is stopped, after 30 s
 
 
 def watch(place: str, seed: int, kinds: list[str]) -> Iterator[Report]:
@@ -69,13 +75,14 @@ class _Watch:
             status = self.job.wait(patience())
             yield from self._end(status)
         except (TimeoutError, subprocess.TimeoutExpired):
-            for pid in {self.pid, *(self.workers if self.place != "local" else [])} & set(marked(self.mark)):
+            for pid in {self.pid, *(self.workers if self.place in TORCHRUN else [])} & set(marked(self.mark)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)  # they write what their threads are at
             time.sleep(1.0)
             kind = self.kinds[min(self.told, len(self.kinds) - 1)]
             yield Report(kind, PATIENCE, f"hang after {self.kinds[: self.told]}")
-        left = outlast(self.mark, GRACE[self.place] * busy())[1]
+        ray = self.job.ray
+        left = outlast(partial(marked, self.mark) if ray is None else ray.actors, GRACE[self.place] * busy())[1]
         if left:
             yield Report(self.kinds[-1], 0.0, f"orphans: {left}")
 
@@ -86,6 +93,8 @@ class _Watch:
                 yield self._interrupted()
         elif "workers" in line:
             self.workers = line["workers"]
+            if self.job.ray is not None and not {*self.workers} <= {*self.job.ray.actors()}:
+                yield Report(self.kinds[0], 0.0, "the workers are not those that are looked for in the end")
         elif "begins" in line:
             self.struck = time.monotonic()
             if line["begins"] in BY_THE_WATCHER:
@@ -98,7 +107,7 @@ class _Watch:
             if report.kind in BY_THE_WATCHER:
                 report.seconds = report.ended - self.struck
             yield report
-            if report.kind == "stop worker" and self.place != "local":
+            if report.kind == "stop worker" and self.place in TORCHRUN:
                 for pid in marked(self.mark):  # it goes on, and must find that it has nothing to do any more
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
@@ -108,6 +117,8 @@ class _Watch:
             os.kill(self.pid, signal.SIGKILL)
         elif kind == "kill host":
             self.job.on[1].kill()
+        elif self.job.ray is not None:
+            self.job.ray.strike(kind)
         elif kind == "cut host":
             self.job.on[1].cut()
         else:
@@ -120,7 +131,7 @@ class _Watch:
         start = time.monotonic()
         self.job.signal(signal.SIGINT)
         status = self.job.wait(patience())
-        right = self.place != "local" or status in (1, 130, -signal.SIGINT)
+        right = self.place in TORCHRUN or status in (1, 130, -signal.SIGINT)
         return Report(ANYWHERE, time.monotonic() - start, "" if right else f"ended with status {status}")
 
     def _end(self, status: int) -> Iterator[Report]:
@@ -129,7 +140,7 @@ class _Watch:
             return
         kind = self.kinds[self.told]
         ends_job = kind == "kill controller" or (
-            self.place != "local" and kind in ("kill worker", "kill host", "cut tcp")
+            self.place in TORCHRUN and kind in ("kill worker", "kill host", "cut tcp")
         )
         if self.struck and ends_job and self.told == len(self.kinds) - 1:
             yield Report(kind, 0.0)

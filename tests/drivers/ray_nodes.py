@@ -12,7 +12,8 @@ from unittest.mock import patch
 from tests.drivers.processes import allowing_for
 
 # Ray reads this when it is imported. Its ports are open to other hosts, and who has no token is refused.
-os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a process that another one started has its token
 
 
 @contextmanager
@@ -20,6 +21,7 @@ def ray_folder():
     """Ray that starts meanwhile, here or in scripts, writes there."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the names of unix sockets are short
     own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    own |= {"RAY_TQDM_PATCH_PRINT": "0"}  # or `print` is another function for all tests that follow
     own |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "6"}  # or it takes 20 s
     try:
         with patch.dict(os.environ, own):
@@ -51,12 +53,12 @@ class Nodes:
         self.cluster = Cluster()  # whose processes end also where the tests are killed
         self.others = {}
 
-    def add(self, host="", cpus=2, **resources):
+    def add(self, host="", cpus=2, env=None, **resources):
         self.others[host] = self.cluster.add_node(
             num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=80 << 20,
-            env_vars={"PIPPY_HOST": host, "OMP_NUM_THREADS": "1"},
+            env_vars={"PIPPY_HOST": host, "OMP_NUM_THREADS": "1", **(env or {})},
             resources=resources,
         )
 

@@ -32,7 +32,7 @@ Special cases:
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -86,7 +86,7 @@ class DeferredGradients:
         if not _any_requires_grad(input_values):
             self._whole_backward = stage_output, output_grads, input_values
             return (None,) * len(input_values)
-        with self._deferral.installed(self._queue):  # checkpointed blocks call their layers again
+        with self._deferral.installed(self):  # checkpointed blocks call their layers again
             return stage_backward(stage_output, output_grads, input_values)
 
     def run(self) -> None:
@@ -100,9 +100,10 @@ class DeferredGradients:
         if self._whole_backward is not None:
             whole, self._whole_backward = self._whole_backward, None
             stage_backward(*whole)
-        queue, self._queue = self._queue, []
-        with torch.no_grad():
-            add_to_grads(_summed(queue))
+        if self._queue:
+            queue, self._queue = self._queue, []
+            with torch.no_grad():
+                add_to_grads(_summed(queue))
 
 
 def add_to_grads(gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -178,20 +179,23 @@ class WeightDeferral:
         self._at_least = at_least
         self._layers = deferrable_layers(stage)
 
-    @contextmanager
-    def recording(self, input_values: Sequence[Any]) -> Iterator[DeferredGradients]:
+    def recording(self, input_values: Sequence[Any]) -> AbstractContextManager[DeferredGradients]:
         """A context in which the stage's forward runs on these inputs. After it, the layers are as before."""
         deferred = DeferredGradients(self)
-        with self.installed(deferred._queue) if _any_requires_grad(input_values) else nullcontext():
-            yield deferred
+        if not _any_requires_grad(input_values):
+            return nullcontext(deferred)
+        return self.installed(deferred)
+
+    def installed(self, deferred: DeferredGradients) -> AbstractContextManager[DeferredGradients]:
+        """A context in which each call of a layer goes into the queue of a run."""
+        return self._installed(deferred) if self._layers else nullcontext(deferred)
 
     @contextmanager
-    def installed(self, queue: list[LayerCall]) -> Iterator[None]:
-        """A context in which each call of a layer goes into ``queue``."""
+    def _installed(self, deferred: DeferredGradients) -> Iterator[DeferredGradients]:
         try:
             for layer in self._layers:
-                layer.install(queue, self._at_least)
-            yield
+                layer.install(deferred._queue, self._at_least)
+            yield deferred
         finally:
             for layer in self._layers:
                 layer.remove()
@@ -210,4 +214,7 @@ def backward_weight(deferred: DeferredGradients) -> None:
 
 
 def _any_requires_grad(values: Sequence[Any]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors(values))
+    for value in values:
+        if value.requires_grad if type(value) is torch.Tensor else any(each.requires_grad for each in tensors(value)):
+            return True
+    return False
