@@ -73,6 +73,10 @@ one number or one for each worker
         self._latest: Measurements | None = None
         self._by_rows: dict[int, _Counts] = {}
 
+    def forget(self) -> None:
+        """Measure again: the stages are on other workers."""
+        self._measured, self._latest, self._by_rows = {}, None, {}
+
     @property
     def counts_bytes(self) -> bool:
         """Whether it needs the edges of the Pipe, and the call that is to be run."""

@@ -30,6 +30,7 @@ from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
 from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
+from pippy.drivers.driver.steps.arrangement import Arrangement, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
     check_chunks,
     check_options,
@@ -49,11 +50,14 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.topology import DriverPlaces
 from pippy.drivers.generation.generation import TokenGeneration
+from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.recovery.recovery import finish_saving
+from pippy.drivers.model.recovery.replace_workers import NotReplaced
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
+from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.passes.halves import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.stages import AskCompiled
@@ -62,10 +66,12 @@ from pippy.drivers.report.record import Recording
 from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
+from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.stages_table import table_cells
@@ -127,30 +133,22 @@ class PipelineDriverBase(ModelOnWorkers):
         self.cluster = current_cluster() if cluster is None else cluster
         cutting = chunk_spec, batch_dims, output_spec
         mask, timeout = _debug_mask_minibatches, seconds(step_timeout)
-        settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
-        out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
+        self._settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
+        self._out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
+        self._compares_by_step = by_step if check and compiled.loss is not None else None
         compile_with, numbers = compile_options(compile), first_numbers(keyed_random)
-        chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks, replicas)
-        self.replicas = replicas
-        if replicas > 1:
-            check_replicated(replicas, auto=self._auto is not None, single_loss=single_loss, mask=mask)
-        statistics = RunningStatistics(compiled) if replicas > 1 else None
+        there, gone = len(self.cluster), self.cluster.gone
+        self._own = chosen_workers(there, compiled.num_stages, world_size, all_ranks, replicas, gone)
         checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
-        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas)
-        self.placement = schedule.example(chunks=1, workers=len(chosen) // replicas).placement
-        self._check_placement(compiled.num_stages)
-        workers = self.placement.workers
-        self.ranks = tuple(chosen[: workers * replicas])
-        ranks = [
-            [self.ranks[at + worker] for worker in self.placement.worker_of]
-            for at in range(0, len(self.ranks), workers)
-        ]
+        self._requested = RequestedSchedule(
+            self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas
+        )
+        arrangement = self._arranged(self._requested, self._own, compiled)
+        ranks = arrangement.replicas
         follow_parameters(pipe)
-        module_hooks = module_hooks_of(pipe).again()
-        module_hooks.check()
+        self._module_hooks = module_hooks_of(pipe).again()
+        self._module_hooks.check()
         placed = PlacedPipe(compiled, ranks[0], compile_with, ranks[1:])
-        if single_loss:
-            check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, mask)
         self.session = self.cluster.session
         self.number = self.cluster.next_driver()
         nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
@@ -158,17 +156,45 @@ class PipelineDriverBase(ModelOnWorkers):
             self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
         )
         super().__init__(pipe, placed, commands, self.cluster)
-        self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, out_of_order)
-        self.steps = StepRunner(
-            self, settings, self.ranks, self.placement, self.programs, self._auto, module_hooks, statistics
-        )
-        if check and compiled.loss is not None:
-            self.steps.check_first(replicas == 1, by_step)
-        self._generation = TokenGeneration(pipe, placed, commands, self.ranks[:workers])
+        self._arrange(arrangement)
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
-        self._places = DriverPlaces.of(type(self).__name__, placed.replicas)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
+
+    def _arranged(self, schedule: RequestedSchedule, chosen: Sequence[int], compiled: Compiled) -> Arrangement:
+        """The workers that run the stages by a schedule, of those that are ``chosen``. Raises if they cannot."""
+        settings, auto = self._settings, schedule.auto
+        if schedule.replicas > 1:
+            single_loss, mask = settings.single_loss, settings.mask
+            check_replicated(schedule.replicas, auto=auto is not None, single_loss=single_loss, mask=mask)
+        arrangement = Arrangement.of(schedule, chosen)
+        placement = arrangement.placement
+        if placement.stages != compiled.num_stages:
+            raise DriverError(
+                f"the {'placement' if isinstance(schedule.schedule, str) else 'program'} is for {placement.stages} stages, "
+                f"and the Pipe has {compiled.num_stages}; give each of them a worker"
+            )
+        if auto is not None:
+            auto.limits.check(placement)
+        if settings.single_loss:
+            example = schedule.example(chunks=3, workers=placement.workers)
+            check_single_loss(example, loss_stage(compiled), settings.mask)
+        return arrangement
+
+    def _arrange(self, arrangement: Arrangement) -> None:
+        """Have what depends on the workers and the schedule. The stages are placed."""
+        schedule, settings = arrangement.schedule, self._settings
+        self._arrangement, self.placement, self.ranks = arrangement, arrangement.placement, arrangement.ranks
+        self.schedule, self.replicas, self._auto = schedule.schedule, schedule.replicas, schedule.auto
+        to_send = self.placed, self.commands, self.placement.workers
+        self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, self._out_of_order)
+        statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
+        to_run = self.ranks, self.placement, self.programs, self._auto
+        self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics)
+        if self._compares_by_step is not None:
+            self.steps.check_first(self.replicas == 1, self._compares_by_step)
+        self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])
+        self._places = DriverPlaces.of(type(self).__name__, self.placed.replicas)
 
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
@@ -202,15 +228,6 @@ class PipelineDriverBase(ModelOnWorkers):
         replica 1  worker2  worker3
         """
         return Topology(self.placed.replicas, self.cluster.workers)
-
-    def _check_placement(self, num_stages: int) -> None:
-        if self.placement.stages != num_stages:
-            raise DriverError(
-                f"the {'placement' if isinstance(self.schedule, str) else 'program'} is for {self.placement.stages} stages, "
-                f"and the Pipe has {num_stages}; give each of them a worker"
-            )
-        if self._auto is not None:
-            self._auto.limits.check(self.placement)
 
     @in_turn
     def program(self, chunks: int) -> Program:
@@ -365,7 +382,14 @@ class PipelineDriverBase(ModelOnWorkers):
         with evaluating(self.pipe), torch.no_grad():
             return self.run(call.chunks, *call.args, **asked, **call.kwargs)
 
-    def recover(self) -> dict[str, Any]:
+    def recover(
+        self,
+        *,
+        workers: int | Sequence[int] | None = None,
+        replicas: int | None = None,
+        schedule: str | Program | None = None,
+        fewer: bool = False,
+    ) -> dict[str, Any]:
         """Go on after a worker was lost, or a step has failed, from the newest point of the run. Gives its plain values.
 
         A point is the last finished `save`, `load` or `protect` of this driver, or the start, as long as no optimizer has made
@@ -373,6 +397,12 @@ class PipelineDriverBase(ModelOnWorkers):
         theirs. The parameters, buffers, optimizers and random numbers become those of the point, and so does what was given to
         it by name; gradients are dropped. Each driver of the cluster that had stages on a lost worker recovers by itself. If it
         fails, it can be called again. See docs/checkpoints.md.
+
+        With ``workers=3`` the run goes on with so many workers, and with ``replicas=1`` with so many replicas: the stages are
+        placed anew on the driver's workers that are there, and another process is started only if they are too few. With
+        ``fewer=True`` it goes on with those that are left if none can be started. ``workers`` may also name them, by number.
+        ``schedule`` is another one; a schedule that cannot run the stages on fewer workers is replaced by 1F1B, with a warning.
+        See docs/failures.md.
 
         >>> import os, signal, tempfile
         >>> from pippy import Pipe, PipelineDriver1F1B, errors, local_cluster
@@ -389,8 +419,77 @@ class PipelineDriverBase(ModelOnWorkers):
         >>> values
         {'step': 0}
         """
+        asked = WorkersToGoOnWith(workers, replicas)
+        asked.check(len(self.cluster))
+        check_fewer(fewer, workers, replicas)
         finish_saving(self.saving.finish)
-        return self.recovery.recover(self.loading, self._send_again, self.steps.settings.timeout)
+        try:
+            return self._recover(lambda lost: asked, schedule)
+        except NotReplaced as error:
+            if not fewer:
+                raise
+            source.warn(f"{error.why}; the run goes on with the workers that are left")
+            return self._recover(lambda lost: WorkersToGoOnWith.left(self._arrangement, self._own, lost), schedule)
+
+    def _recover(
+        self, ask: Callable[[Collection[int]], WorkersToGoOnWith], schedule: str | Program | None
+    ) -> dict[str, Any]:
+        next_one = self._arrangement, ""
+
+        def wanted(lost: frozenset[int]) -> Collection[int]:
+            nonlocal next_one
+            missing = lost | self.cluster.gone
+            asked = ask(missing)
+            if asked == WorkersToGoOnWith() and schedule is None:
+                return lost | missing.intersection(self.ranks)
+            next_one = self._next(asked, schedule, missing)
+            return missing.intersection(next_one[0].ranks)
+
+        def settle() -> None:
+            self._settle(*next_one)
+
+        values = self.recovery.recover(self.loading, self._send_again, self._settings.timeout, wanted, settle)
+        if schedule is not None:
+            self._requested = self._arrangement.schedule
+        return values
+
+    def _next(
+        self, asked: WorkersToGoOnWith, schedule: str | Program | None, lost: Collection[int]
+    ) -> tuple[Arrangement, str]:
+        """The workers to go on with, and their schedule; and why this is not the driver's own, if it is not."""
+        chosen = asked.chosen(self._arrangement, self._own, lost)
+        requested = replace(self._requested, replicas=asked.count_of_replicas(self._arrangement))
+        if schedule == "auto":
+            raise DriverError(
+                "schedule='auto' is for a new driver; leave schedule= out to go on with the driver's own, or give another"
+            )
+        if schedule is not None:
+            given = replace(requested, schedule=schedule, options={}, auto=None)
+            return self._arranged(given, chosen, self.compiled_pipe), ""
+        try:
+            return self._arranged(requested, chosen, self.compiled_pipe), ""
+        except (DriverError, ScheduleError) as error:
+            if requested.auto is not None:
+                raise DriverError(f"{error}. Give recover() another schedule=, as in schedule='1f1b'") from error
+            simple = "fill_drain" if self._settings.single_loss else "1f1b"
+            arranged = self._arranged(replace(requested, schedule=simple, options={}), chosen, self.compiled_pipe)
+            return arranged, f"the run goes on with schedule={simple!r}, because its own cannot be used: {error}"
+
+    def _settle(self, arrangement: Arrangement, warning: str) -> None:
+        """Have the stages on these workers from now on. Nothing is sent."""
+        if arrangement == self._arrangement:
+            return
+        if arrangement.schedule.auto is not None:
+            arrangement.schedule.auto.forget()
+        recording = self.steps.recording
+        self.placed.place(arrangement.replicas)
+        self.commands.place(self.placed.workers, bool(self.placed.replicated))
+        self._arrange(arrangement)
+        self.steps.recording = recording
+        self._own = list(dict.fromkeys([*self._own, *self.ranks]))
+        self.cluster.open_drivers[self.number] = self._places
+        if warning:
+            source.warn(warning)
 
     def _send_again(self, workers: Collection[int]) -> None:
         """Some workers have stages and optimizers, and nothing else: send them the rest, now or when it is needed."""

@@ -67,9 +67,14 @@ class Cluster:
         self.engine.close(self.session.log.lost)
 
     @property
+    def gone(self) -> frozenset[int]:
+        """The numbers of workers that were lost, and without which `driver.recover` went on: they have no process."""
+        return self.session.log.gone
+
+    @property
     def routes(self) -> Routes:
         """How values go between each two workers. Those that compute on GPUs are asked what they have tried so far."""
-        routes = self.engine.routes
+        routes = self.engine.routes.without(self.gone)
         asks = routes.has_devices and not (self.closed or self.session.broken)
         return routes.tried(self.session.ways()) if asks else routes
 
@@ -92,7 +97,7 @@ class Cluster:
         places = []
         for worker, (address, host) in enumerate(zip(self.session.workers, self.engine.routes.hosts)):
             holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
-            places.append(WorkerPlace(address.name, host, address.pid, holds))
+            places.append(WorkerPlace(address.name, host, None if worker in self.gone else address.pid, holds))
         return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
 
     def dump(self, timeout: float = 1.0) -> str:
@@ -119,13 +124,15 @@ class Cluster:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.session.broken else "open"
-        workers = count_with_noun(len(self), "worker")
-        return f"<Cluster of {workers}, {state}: {shortened(', '.join(self.workers), 200)}>"
+        present = [self.workers[worker] for worker in self.session.log.present]
+        gone = ", ".join(self.workers[worker] for worker in sorted(self.gone))
+        workers = f"{count_with_noun(len(present), 'worker')}, {state}: {shortened(', '.join(present), 200)}"
+        return f"<Cluster of {workers}{f'; gone: {shortened(gone, 200)}' if gone else ''}>"
 
     def _repr_html_(self) -> str:
         """The workers and their hosts; and how values go between them, if there are several ways."""
-        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self.engine.routes.hosts))]
         routes = self.routes
+        rows = [["worker", "host"], *([self.workers[at], routes.hosts[at]] for at in self.session.log.present)]
         ways = str(routes) if len(routes.groups) > 1 or routes.on_devices else ""
         state = escape(repr(self).partition(":")[0].lstrip("<"))
         return f"<div>{state}{html_table(rows)}<pre>{escape(ways)}</pre></div>"

@@ -49,6 +49,12 @@ class Engine(Protocol):
         Raises ClusterError where workers are fixed.
         """
 
+    def end(self, workers: Iterable[int]) -> None:
+        """End what is left of some workers. The cluster goes on without them, or `replace` starts others in their places.
+
+        Raises ClusterError where workers are fixed.
+        """
+
     def close(self, lost: str | None = None) -> None:
         """End all workers; ``lost`` says which the cluster has lost, if it has. A second call does nothing."""
 

@@ -1,6 +1,6 @@
 """How values go between each two workers of a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -57,6 +57,15 @@ class Routes:
     def tried(self, on_devices: Mapping[tuple[int, int], str]) -> "Routes":
         """These routes, and what became of those between devices."""
         return replace(self, on_devices=on_devices)
+
+    def without(self, workers: Collection[int]) -> "Routes":
+        """These routes without those from and to some workers.
+
+        >>> print(Routes.of_host("abc", "node1", True).without([1]))
+        a, c on node1: shared memory
+        """
+        groups = (tuple(each for each in group if each not in workers) for group in self.groups)
+        return replace(self, groups=tuple(filter(None, groups)))
 
     def between(self, one: int, other: int) -> str:
         """How a value goes from one worker to another: in "the same process", by "shared memory", "GPU memory" or `far`."""

@@ -80,6 +80,10 @@ class ThreadEngine:
         """Raises."""
         raise ClusterError(self.fixed)
 
+    def end(self, workers: Iterable[int]) -> None:
+        """Raises."""
+        raise ClusterError(self.fixed)
+
     def close(self, lost: str | None = None) -> None:
         """Give up what the workers do, and end their threads. Raises if one goes on computing."""
         contexts, self.contexts = self.contexts, []

@@ -11,13 +11,15 @@ from pippy.ir.show.text_table import text_table
 class WorkerPlace:
     """A worker: its name, host and process, and what each driver has placed there, in words, by the driver's number.
 
+    A worker that was lost, and whose place is empty, has no process: its pid is None.
+
     >>> WorkerPlace("worker0", "node1", 4711).pid
     4711
     """
 
     name: str
     host: str
-    pid: int
+    pid: int | None
     holds: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -74,7 +76,7 @@ class ClusterTopology:
 
     def _table(self) -> list[Sequence[str]]:
         rows = [
-            [str(at), each.name, each.host, str(each.pid), *(each.holds.get(number, "") for number in self.drivers)]
+            [str(at), each.name, each.host, str(each.pid or ""), *(each.holds.get(number, "") for number in self.drivers)]
             for at, each in enumerate(self.workers)
         ]
         return [["worker", "name", "host", "pid", *self.drivers.values()], *rows]

@@ -43,10 +43,21 @@ class PlacedPipe:
         compile: CompileOptions | None = None,
         further: Iterable[Sequence[int]] = (),
     ) -> None:
-        self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile
-        self.replicas = (self.ranks, *map(tuple, further))  # the worker for each stage, in each replica
+        self.compiled, self.compile = compiled, compile
+        self.place([ranks, *further])
         self.loss_stage = loss_stage(compiled)
         self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}
+
+    def place(self, replicas: Iterable[Sequence[int]]) -> None:
+        """Place the stages on these workers: that of each stage, for each replica."""
+        self.replicas = tuple(map(tuple, replicas))
+        for name in ("replicated", "buckets", "_owners"):
+            vars(self).pop(name, None)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The worker for each stage, in the first replica."""
+        return self.replicas[0]
 
     @property
     def workers(self) -> tuple[int, ...]:

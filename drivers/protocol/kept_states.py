@@ -24,10 +24,14 @@ class KeepState(NeedsPeers):
 
 @dataclass(frozen=True)
 class TakeKept(NeedsPeers):
-    """Go back to a point. By ``order``, send the copies that other workers lack, and take those that this worker lacks."""
+    """Go back to a point. By ``order``, send the copies that other workers lack, and take those that this worker lacks.
+
+    The stages that the worker has now were on the workers ``sources`` then: it takes their state from the copies of these.
+    """
 
     point: int
     order: tuple[Instruction, ...]
+    sources: tuple[int, ...]
 
     def peers(self, worker: int) -> set[int]:
         """The workers that copies go to, or come from."""

@@ -11,7 +11,8 @@ actions that follow. The log reads no clock, knows no thread and has no socket: 
 
 When a worker answers that it failed, the others may wait for values that will never come. So the command, and all that were
 posted after it, are given up on all workers. When a worker is lost, or an instruction that was given up goes on for too long,
-the cluster is broken: nothing is told or awaited any more, until other processes are in the places of those that were lost.
+the cluster is broken: nothing is told or awaited any more, until other processes are in the places of those that were lost,
+or those are gone: a worker that is gone has no process, and nothing is sent to it until it has one again.
 """
 
 from collections import deque
@@ -181,8 +182,14 @@ class CommandLog:
         self.lost: str | None = None  # which worker, and how, once one is lost
         self.lost_error: WorkerLostError | None = None  # if that is why the cluster is broken
         self.to_replace: set[int] = set()  # those that are lost, until others are in their places
-        self.starts = [0] * len(names)  # how often another process has taken the place of each worker
+        self.starts = [0] * len(names)  # how often each worker has lost its process
+        self.gone: frozenset[int] = frozenset()  # workers that were lost, and have no process
         self.turns: list[Hashable] = []  # the senders that want to send: the first one may
+
+    @property
+    def present(self) -> list[int]:
+        """The workers that are not gone."""
+        return [worker for worker in range(len(self.names)) if worker not in self.gone]
 
     # Whose turn it is
 
@@ -285,7 +292,7 @@ class CommandLog:
             self.unanswered.update(
                 (command.calls[worker], worker) for worker in command.calls.keys() - command.answers.keys()
             )
-        return [*(Tell(worker, message) for worker in range(len(self.names))), Told(error)]
+        return [*(Tell(worker, message) for worker in self.present), Told(error)]
 
     def told(self, error: BaseException) -> list[Action]:
         """All commands under way are done, with an error. If a worker was lost as it was told, they are already."""
@@ -342,19 +349,21 @@ class CommandLog:
         self.unanswered.clear()
         return self.told(error)
 
-    def replace(self, workers: Collection[int]) -> list[Action]:
-        """Other processes are in the places of lost workers: the others give up what they do, and forget those."""
-        for worker in workers:
+    def replace(self, workers: Collection[int], gone: Collection[int] = ()) -> list[Action]:
+        """Other processes are in the places of workers, and workers that were lost are ``gone``: the others give up what they
+        do, and forget all those."""
+        for worker in (*workers, *gone):
             self.starts[worker] += 1
+        self.gone = self.gone.union(gone).difference(workers)
         self.broken = self.lost = self.lost_error = None
         self.number += 1
-        others = [worker for worker in range(len(self.names)) if worker not in workers]
+        others = [worker for worker in self.present if worker not in workers]
         told = [] if self.untold is None else [Tell(worker, self.untold) for worker in others]
-        forget = Command(self.number, self.settled, -1, ForgetPeers(tuple(workers)))
+        forget = Command(self.number, self.settled, -1, ForgetPeers((*workers, *gone)))
         return [*told, *(Send(worker, forget, None) for worker in others)]
 
     def replaced(self) -> None:
-        """Note that the lost workers were replaced, and that all workers have answered."""
+        """Note that the lost workers were replaced, or are gone, and that all others have answered."""
         self.untold = None
         self.to_replace.clear()
 

@@ -107,6 +107,7 @@ class DriverCommands:
         self.flags_due = False
         self.told: Surroundings | None = None
         self.starts: dict[int, int] = {}  # of the processes that hold the stages
+        self.left: dict[int, int] = {}  # of those that held stages before, and may hold them still
         self.recovering = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -118,8 +119,28 @@ class DriverCommands:
         except BaseException:  # some workers may hold their stages already
             self.session.drop(self.driver, self.workers)
             raise
-        self._finalizer = weakref.finalize(self, self.session.drop, self.driver, self.workers)
+        self._drop_when_gone(self.workers)
+
+    def _drop_when_gone(self, workers: Sequence[int]) -> None:
+        self._finalizer = weakref.finalize(self, self.session.drop, self.driver, tuple(workers))
         self._finalizer.atexit = False
+
+    def place(self, workers: Sequence[int], has_copies: bool) -> None:
+        """From now on these workers are to hold the stages: none of them does yet. Those of before may hold them still."""
+        assert self._finalizer is not None
+        self.left |= {**self._starts_now(), **self.starts}
+        self.workers, self.has_copies = tuple(workers), has_copies
+        self.starts, self.flags, self.hooks = {}, {}, {}
+        self._finalizer.detach()
+        self._drop_when_gone(list(dict.fromkeys([*self.workers, *self.left])))
+
+    def unload_left(self) -> None:
+        """Have workers that are to hold stages no more drop all that belongs to the driver."""
+        starts = self.session.log.starts
+        left = [each for each, start in self.left.items() if each not in self.workers and starts[each] == start]
+        if left:
+            self.call(dict.fromkeys(left, Unload()))
+        self.left = {}
 
     def _starts_now(self) -> dict[int, int]:
         return {worker: self.session.log.starts[worker] for worker in self.workers}
@@ -150,9 +171,10 @@ class DriverCommands:
         """Raise if the workers do not hold what they did, because one was lost."""
         if self.session.broken:
             return  # that is said when something is sent
-        replaced = [repr(self.session.workers[worker].name) for worker in self.replaced()]
+        replaced = [repr(self.session.workers[worker].name) for worker in self.replaced() if worker in self.starts]
         if replaced:
-            why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
+            now = "is gone" if self.session.log.gone.intersection(self.replaced()) else "replaced"
+            why = f"worker {', '.join(replaced)} was lost and {now}, and holds nothing of this driver"
         elif self.driver in self.session.log.half_changed_drivers:
             why = "a worker was lost while this driver changed what others hold, or recovered, so they may be half changed"
         else:
@@ -165,7 +187,8 @@ class DriverCommands:
         if self._finalizer is not None and self._finalizer.alive:
             if not self.session.broken:
                 self.wait()
-                self.session.call(PendingCommand(dict.fromkeys(self.workers, Unload()), self.driver))
+                present = {*self.workers, *self.left} - self.session.log.gone
+                self.session.call(PendingCommand(dict.fromkeys(sorted(present), Unload()), self.driver))
             self._finalizer.detach()
 
     # Steps

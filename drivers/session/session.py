@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
@@ -350,6 +350,7 @@ class Session:
         except ClusterError as error:
             return str(error)
         silent = f"no answer within {timeout:g} s: it is stopped, or its process does not let Python run"
+        said |= dict.fromkeys(self.log.gone, "it was lost, and has no process")
         return "\n".join(f"{each.name!r}: {said.get(i, silent)}" for i, each in enumerate(self.workers))
 
     def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
@@ -362,7 +363,7 @@ class Session:
 
     def _ask(self, message: Any, timeout: float) -> dict[int, Any]:
         """What the workers that answer in time say at once."""
-        calls = [self.urgent(worker, message) for worker in range(len(self.workers))]
+        calls = [self.urgent(worker, message) for worker in self.log.present]
         return {call.worker: call.answer for call in self.completed(calls, timeout)}
 
     # Who is alive
@@ -409,7 +410,7 @@ class Session:
         waiting: dict[int, Any] = {}
         wakeup = PollableEvent()
         try:
-            for worker in range(len(self.workers)):
+            for worker in self.log.present:
                 with suppress(ConnectionError), uninterrupted():
                     waiting[worker] = self.messages.urgent(worker, pickle_message(Ping()))
                     waiting[worker].add_done_callback(lambda _: wakeup.set())
@@ -420,25 +421,27 @@ class Session:
         finally:
             wakeup.close()
         answered = {worker for worker, each in waiting.items() if each.done() and succeeds(each.value)}
-        return {*range(len(self.workers))} - answered | set(self._deaths(0.0))
+        return {*self.log.present} - answered | set(self._deaths(0.0))
 
-    def renew(self, replaced: Mapping[int, Address]) -> list[actions.Action]:
-        """Other processes are in the places of lost workers: go on with these. Gives what the others are to be told."""
+    def renew(self, replaced: Mapping[int, Address], gone: Collection[int] = ()) -> list[actions.Action]:
+        """Other processes are in the places of workers: go on with these, and without those that are ``gone``. Gives what the
+        others are to be told."""
         with self.lock:
             for worker in replaced:
                 self.counts[worker] = 0
-            self._connected = {pair for pair in self._connected if not replaced.keys() & set(pair)}
+            self._connected = {pair for pair in self._connected if set(pair).isdisjoint((*replaced, *gone))}
             self.workers = tuple(replaced.get(at, address) for at, address in enumerate(self.workers))
             self._reports.clear()
-            return self.log.replace(replaced.keys())
+            return self.log.replace(replaced.keys(), gone)
 
-    def mend(self, replaced: Mapping[int, Address], limit: float | None) -> None:
-        """Go on with other processes in the places of lost workers: the others give up what they do, and forget those.
+    def mend(self, replaced: Mapping[int, Address], limit: float | None, gone: Collection[int] = ()) -> None:
+        """Go on with other processes in the places of workers, and without those that are ``gone``: the others give up what
+        they do, and forget those.
 
         If they do not in ``limit`` seconds, the processes are ended.
         """
         with self.lock:
-            self._do(self.renew(replaced))
+            self._do(self.renew(replaced, gone))
         for call in self.completed(list(self.log.unanswered), limit):
             failure = getattr(call.answer, "failure", None)
             if failure is not None:

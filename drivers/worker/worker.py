@@ -137,24 +137,35 @@ class Worker:
         body = command.body
         transport = self.context.transport
         if isinstance(body, Load):
-            self.drivers[command.driver] = DriverState(
-                body,
-                self.context.index,
-                transport,
-                self.device,
-                self.given_up,
-                self.context.copies,
-                self.context.shares_process,
-            )
+            self._load(command.driver, body)
             return None
         result = self.drivers[command.driver].obey(command)
         transport.finish()  # an answer says that it has succeeded, on the device too
         return result
 
+    def _load(self, driver: int, load: Load) -> None:
+        """Hold stages for a driver, in place of those that it had here. Copies of states, for recoveries, stay."""
+        kept = {} if driver not in self.drivers else self.drivers[driver].kept.kept
+        self._free([driver])
+        self.drivers[driver] = DriverState(
+            load,
+            self.context.index,
+            self.context.transport,
+            self.device,
+            self.given_up,
+            self.context.copies,
+            self.context.shares_process,
+        )
+        self.drivers[driver].kept.kept = kept
+
     def _drop(self, drivers: Sequence[int]) -> None:
-        """Drop what belongs to these drivers, and free its memory at once: stages may be large, and are in reference cycles."""
+        """Drop what belongs to these drivers."""
         for driver in drivers:
             self.surroundings.forget(driver)
+        self._free(drivers)
+
+    def _free(self, drivers: Sequence[int]) -> None:
+        """Drop what drivers hold, and free its memory at once: stages may be large, and are in reference cycles."""
         gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
         if gone:
             gc.collect()

@@ -65,9 +65,9 @@ class TrainingCheckpoints:
         self._load(driver, path, reader, result)
         result.resumed_at = result.steps
 
-    def recover(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult) -> None:
-        """Have lost workers replaced, and go back to the last checkpoint."""
-        values = driver.recover()
+    def recover(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult, fewer: bool) -> None:
+        """Have lost workers replaced, and go back to the last checkpoint. With ``fewer``, none need be replaced."""
+        values = driver.recover(fewer=fewer)
         if TRAINING in values:
             self._take(values, reader, result)
             return

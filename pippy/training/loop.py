@@ -66,12 +66,13 @@ class Loop:
         eval_every: int | None = None,
         progress: bool = False,
         max_recoveries: int = 0,
+        fewer: bool = False,
         check: bool = False,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
         self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
         self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
-        self.max_recoveries, self.check, self.result = max_recoveries, check, TrainingResult()
+        self.max_recoveries, self.fewer, self.check, self.result = max_recoveries, fewer, check, TrainingResult()
         self.reads_ahead = may_read_ahead(driver)
         self.has_tokens = any(isinstance(each, nn.Embedding) for each in driver.pipe.modules())
 
@@ -133,7 +134,7 @@ class Loop:
             self.result.recoveries += 1
             assert self.checkpoints is not None
             try:
-                self.checkpoints.recover(self.driver, self.reader, self.result)
+                self.checkpoints.recover(self.driver, self.reader, self.result, self.fewer)
             except WorkerLostError as another:
                 lost = another
                 continue

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.arrangement import check_fewer
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.driver.steps.updates import Updates, checked_updates
 from pippy.ir.base.public_calls import placing_words
@@ -46,6 +47,7 @@ def train(
     eval_every: int | None = None,
     metric: Metric | None = None,
     max_recoveries: int = 0,
+    fewer: bool = False,
     check: bool = False,
     progress: bool = True,
 ) -> TrainingResult:
@@ -66,7 +68,8 @@ def train(
     With ``folder``, checkpoints are saved there: every ``save_every`` steps, every ``save_minutes`` minutes, at the end, and
     when Ctrl-C ends the training. The ``keep`` newest are kept. A call goes on from the newest one that is there; ``resume``
     can be False, or the path of another. ``also`` names further objects with a state to save. If a worker is
-    lost, the training goes on from the last checkpoint by itself, up to ``max_recoveries`` times. See docs/loop.md.
+    lost, the training goes on from the last checkpoint by itself, up to ``max_recoveries`` times; with ``fewer=True`` on the
+    workers that are left, if no other process can be started. See docs/loop.md.
 
     >>> import torch
     >>> from pippy import Pipe, PipelineDriver1F1B, cluster, train
@@ -88,7 +91,7 @@ def train(
     if isinstance(data, RepeatingLoader) and steps is None:
         raise DriverError(f"epochs={epochs}: a RepeatingLoader has no end; give steps=, or the data without it")
     reader, called = Reader(data), _checked_callbacks(callbacks)
-    _check_recoveries(max_recoveries, checkpoints, reader)
+    _check_recoveries(max_recoveries, fewer, checkpoints, reader)
     return Loop(
         driver,
         reader,
@@ -101,11 +104,15 @@ def train(
         eval_every,
         bool(progress),
         max_recoveries,
+        fewer,
         bool(check),
     ).run()
 
 
-def _check_recoveries(most: Any, checkpoints: TrainingCheckpoints | None, reader: Reader) -> None:
+def _check_recoveries(most: Any, fewer: Any, checkpoints: TrainingCheckpoints | None, reader: Reader) -> None:
+    check_fewer(fewer)
+    if fewer and not most:
+        raise DriverError("fewer=True says how a training recovers; say how often it may: max_recoveries=")
     if not isinstance(most, int) or isinstance(most, bool) or most < 0:
         raise DriverError(f"max_recoveries={describe(most)}: give how often a lost worker may be replaced, 0 or more")
     if most and checkpoints is None:

@@ -1,6 +1,6 @@
 """Checks the arguments of a driver: its workers, time limits, the order of work, recomputed forwards, buffers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -17,18 +17,25 @@ from pippy.ir.base.trees import describe
 
 
 def chosen_workers(
-    there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None, replicas: int = 1
+    there: int,
+    stages: int,
+    world_size: int | None,
+    all_ranks: Sequence[int] | None,
+    replicas: int = 1,
+    gone: Collection[int] = (),
 ) -> list[int]:
-    """The workers of a cluster that a driver uses: as many for each replica.
+    """The workers of a cluster that a driver uses: as many for each replica, and none of those that are ``gone``.
 
     >>> chosen_workers(there=4, stages=2, world_size=None, all_ranks=None)
     [0, 1]
     >>> chosen_workers(there=5, stages=2, world_size=None, all_ranks=None, replicas=2)
     [0, 1, 2, 3]
+    >>> chosen_workers(there=4, stages=3, world_size=None, all_ranks=None, gone={1})
+    [0, 2, 3]
     """
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
         raise DriverError(f"replicas={describe(replicas)}: give how many pipelines to run side by side, 1 or more")
-    chosen = _chosen(there, stages * replicas, world_size, all_ranks)
+    chosen = _chosen(there, stages * replicas, world_size, all_ranks, gone)
     if world_size is None and all_ranks is None:
         chosen = chosen[: len(chosen) // replicas * replicas]
     if len(chosen) % replicas or not chosen:
@@ -40,20 +47,37 @@ def chosen_workers(
     return chosen
 
 
-def _chosen(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
+def checked_ranks(name: str, given: Any, there: int) -> list[int]:
+    """The workers that are given by their numbers, as the argument ``name``."""
+    ranks = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
+    if wrong or len(set(ranks)) != len(ranks) or not ranks:
+        raise DriverError(f"{name}={brief(ranks)}: name workers of the cluster, 0 to {there - 1}, each once")
+    return ranks
+
+
+def _chosen(
+    there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None, gone: Collection[int]
+) -> list[int]:
+    present = [rank for rank in range(there) if rank not in gone]
     if all_ranks is not None:
-        ranks = list(all_ranks) if isinstance(all_ranks, Iterable) else [all_ranks]
-        wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
-        if wrong or len(set(ranks)) != len(ranks) or not ranks:
-            raise DriverError(f"all_ranks={brief(ranks)}: name workers of the cluster, 0 to {there - 1}, each once")
+        ranks = checked_ranks("all_ranks", all_ranks, there)
+        lost = [rank for rank in ranks if rank in gone]
+        if lost:
+            raise DriverError(
+                f"all_ranks={brief(ranks)}: worker {', '.join(map(str, lost))} was lost, and has no process; name others, of "
+                f"{', '.join(map(str, present))}"
+            )
         if world_size is not None and world_size != len(ranks):
             raise DriverError(f"world_size={brief(world_size)} and all_ranks={brief(ranks)} disagree; give one of them")
         return ranks
     if world_size is None:
-        return list(range(min(there, stages)))
-    if not isinstance(world_size, int) or not 0 < world_size <= there:
-        raise DriverError(f"world_size={brief(world_size)}: the cluster has {there} workers; ask for 1 to {there}")
-    return list(range(world_size))
+        return present[:stages]
+    if not isinstance(world_size, int) or not 0 < world_size <= len(present):
+        raise DriverError(
+            f"world_size={brief(world_size)}: the cluster has {len(present)} workers; ask for 1 to {len(present)}"
+        )
+    return present[:world_size]
 
 
 def seconds(limit: Any) -> float | None:

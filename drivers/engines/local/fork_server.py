@@ -1,7 +1,7 @@
 """The process that forks the local workers. It imports torch once for all of them.
 
     controller ──socket── fork server ──fork──▶ worker 0, worker 1, …
-        sends the LaunchConfig, and a Replace for a worker that is lost; gets reports of started and dead workers
+        sends the LaunchConfig, and a Replace or End for a worker that is lost; gets reports of started and dead workers
 
 The fork server and the workers have a session of their own, so that Ctrl-C reaches only the controller. When the
 controller ends in any way, its socket closes and its process ends. The fork server notices this, kills and reaps the
@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import chain
 
 from pippy.drivers.engines.local.forked_worker import start_worker
-from pippy.drivers.engines.local.launch_config import LaunchConfig, Replace
+from pippy.drivers.engines.local.launch_config import End, LaunchConfig, Replace
 from pippy.drivers.engines.local.launch_reports import Died, Failed, killed_for_memory, report
 from pippy.drivers.engines.local.parent_death import die_with_parent, watch_controller
 from pippy.drivers.engines.standard_streams import open_standard_streams
@@ -79,7 +79,7 @@ class ForkServer:
         _close(chain(*self.config.sockets))
 
     def watch(self) -> None:
-        """Wait until the controller ends. Reap and report workers that die before, and replace those that it asks for."""
+        """Wait until the controller ends. Reap and report workers that die before, and end or replace those that it names."""
         waiting, controller = select.poll(), self.controller.fileno()
         self.own_descriptors += watch_controller(waiting, self.controller, self.config, select.POLLIN)
         waiting.register(self.deaths, select.POLLIN)
@@ -92,7 +92,10 @@ class ForkServer:
                 self._reap()
             if controller in events:
                 packet, descriptors, *_ = socket.recv_fds(self.controller, 1 << 16, 2)
-                self._replace(pickle.loads(packet), descriptors)
+                request: Replace | End = pickle.loads(packet)
+                self._end_worker(request.index)
+                if isinstance(request, Replace):
+                    self._replace(request, descriptors)
 
     def end(self) -> None:
         """Kill the workers, and delete the directory."""
@@ -119,13 +122,16 @@ class ForkServer:
             start_worker(index, self.worker, config, self.controller)
         self.children[pid] = index, config.start
 
-    def _replace(self, request: Replace, descriptors: list[int]) -> None:
-        """End what is left of a worker, which may be stopped, and fork another. If that fails, all others go on."""
+    def _end_worker(self, worker: int) -> None:
+        """End what is left of a worker, which may be stopped."""
         for pid, (index, _) in list(self.children.items()):
-            if index == request.index:
+            if index == worker:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 del self.children[pid]
+
+    def _replace(self, request: Replace, descriptors: list[int]) -> None:
+        """Fork another process in the place of a worker. If that fails, all others go on."""
         from pippy.drivers.wire.memory import no_descriptor  # it needs torch
 
         try:

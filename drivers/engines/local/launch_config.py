@@ -1,4 +1,4 @@
-"""What the controller sends to the fork server: the settings of a local cluster, and which worker to replace."""
+"""What the controller sends to the fork server: the settings of a local cluster, and which worker to replace or to end."""
 
 from dataclasses import dataclass
 
@@ -73,3 +73,14 @@ class Replace:
 
     index: int
     start: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Asks the fork server to end what is left of a worker.
+
+    >>> End(1)
+    End(index=1)
+    """
+
+    index: int

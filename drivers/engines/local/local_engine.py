@@ -19,7 +19,7 @@ from itertools import chain
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.local.fork_server import BOOT
-from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig, Replace
+from pippy.drivers.engines.local.launch_config import CONTROLLER, End, LaunchConfig, Replace
 from pippy.drivers.engines.local.launch_reports import Died, Failed, Ready
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.standard_streams import open_standard_streams
@@ -120,21 +120,35 @@ class LocalEngine:
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
-    def _ask_for(self, index: int, undo: ExitStack) -> tuple[socket.socket, socket.socket]:
-        """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
+    def end(self, workers: Iterable[int]) -> None:
+        """End what is left of some workers."""
+        if self.fixed is not None:
+            raise ClusterError(self.fixed)
+        with self._reading, uninterrupted():
+            for index in workers:
+                self._forget(index)
+                self._ask(End(index))
+                self.connections.drop(index)
+
+    def _forget(self, index: int) -> None:
+        """Go on without the process of a worker, and what is reported of it from now on."""
         self.pids.pop(index, None)
         self._died.pop(index, None)
         self.starts[index] += 1
+
+    def _ask_for(self, index: int, undo: ExitStack) -> tuple[socket.socket, socket.socket]:
+        """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
+        self._forget(index)
         (one, its_one), (urgent, its_urgent) = _pair(undo), _pair(undo)
         with its_one, its_urgent:
-            request = pickle.dumps(Replace(index, self.starts[index]))
-            try:
-                socket.send_fds(self.socket, [request], [its_one.fileno(), its_urgent.fileno()], socket.MSG_NOSIGNAL)
-            except ConnectionError as error:
-                raise ClusterError(
-                    "the process that the workers are forked from has ended; open another cluster"
-                ) from error
+            self._ask(Replace(index, self.starts[index]), its_one.fileno(), its_urgent.fileno())
         return one, urgent
+
+    def _ask(self, request: Replace | End, *descriptors: int) -> None:
+        try:
+            socket.send_fds(self.socket, [pickle.dumps(request)], descriptors, socket.MSG_NOSIGNAL)
+        except ConnectionError as error:
+            raise ClusterError("the process that the workers are forked from has ended; open another cluster") from error
 
     @property
     def routes(self) -> Routes:

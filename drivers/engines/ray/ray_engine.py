@@ -108,9 +108,9 @@ class RayEngine:
     @property
     def routes(self) -> Routes:
         """How values go between the workers, as they are placed now."""
-        memory = [self.places[worker]["memory"] for worker in range(len(self.launch.names))]
-        groups = (tuple(at for at, its in enumerate(memory) if its == each) for each in dict.fromkeys(memory))
-        hosts = tuple(self.places[worker]["host"] for worker in range(len(memory)))
+        memory = {worker: place["memory"] for worker, place in sorted(self.places.items())}
+        groups = (tuple(at for at, its in memory.items() if its == each) for each in dict.fromkeys(memory.values()))
+        hosts = tuple(self.places[at]["host"] if at in self.places else "" for at in range(len(self.launch.names)))
         return Routes(self.launch.names, hosts, tuple(groups))
 
     def start(self, timeout: float) -> Sequence[Address]:
@@ -150,11 +150,25 @@ class RayEngine:
                 "close this cluster, and open another when Ray runs again"
             )
         with self._reading:
-            workers, died = list(workers), self.deaths()
-            self._end([worker for worker in workers if worker not in died])
-            self._runs = {run: worker for run, worker in self._runs.items() if worker not in workers}
-            self._died = {worker: how for worker, how in died.items() if worker not in workers}
+            self._forget(workers := list(workers))
             return self._begin(workers, time.monotonic() + self.timeout)
+
+    def end(self, workers: Iterable[int]) -> None:
+        """End what is left of some workers."""
+        if self.fixed is not None:
+            raise ClusterError(self.fixed)
+        with self._reading:
+            self._forget(workers := list(workers))
+            for worker in workers:
+                self.places.pop(worker, None)
+                self.messages.drop(worker)
+
+    def _forget(self, workers: Sequence[int]) -> None:
+        """End what is left of some workers, and go on without what Ray says of it."""
+        died = self.deaths()
+        self._end([worker for worker in workers if worker not in died])
+        self._runs = {run: worker for run, worker in self._runs.items() if worker not in workers}
+        self._died = {worker: how for worker, how in died.items() if worker not in workers}
 
     def close(self, lost: str | None = None) -> None:
         """End all actors, and leave Ray; a second call does nothing."""

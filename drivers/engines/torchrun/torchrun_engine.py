@@ -64,6 +64,10 @@ class TorchrunEngine:
         """Raises."""
         raise ClusterError(self.fixed)
 
+    def end(self, workers: Iterable[int]) -> None:
+        """Raises."""
+        raise ClusterError(self.fixed)
+
     def close(self, lost: str | None = None) -> None:
         """Let all workers leave their scripts, and leave the group; a second call does nothing.
 

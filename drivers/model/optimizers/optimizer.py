@@ -59,7 +59,7 @@ class PipelineOptimizer(Optimizer):
                 "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
-        self.divided = _checked_divided(options.pop("divide_state", False), placed)
+        self._divide_state = _checked_divided(options.pop("divide_state", False), placed)
         self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
         self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
@@ -74,7 +74,6 @@ class PipelineOptimizer(Optimizer):
         self.stepped = False
         self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
-        self.passes_on = passing_on(placed.buckets, self._copied()) if self.divided else None
         self.make_again(placed.workers)
 
     def __repr__(self) -> str:
@@ -140,8 +139,14 @@ class PipelineOptimizer(Optimizer):
             named += [name for name in matches if name not in named]
         return named
 
+    @property
+    def divided(self) -> bool:
+        """Whether its state is divided among replicas of the pipeline: there may be one only, after a recovery."""
+        return self._divide_state and len(self.placed.replicas) > 1
+
     def make_again(self, workers: Collection[int]) -> None:
         """Make it on some workers, without a state."""
+        self.passes_on = passing_on(self.placed.buckets, self._copied()) if self.divided else None
         groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
         self._sent, factory = self._options(), pickle_by_value(self.factory)
         for group, options in zip(self.param_groups, self._sent):

@@ -1,7 +1,7 @@
 """Points of a run from which `driver.recover` can go on, as the controller knows them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
@@ -83,8 +83,9 @@ def exchange_of_states(moves: Iterable[tuple[int, int, int]]) -> ExchangeProgram
 class MemoryPoint:
     """A point in the memory of the workers, made by `protect`: each has a copy of its own state and of a neighbour's.
 
-    ``values`` and ``states`` are plain values: those that were given, and the states of ``objects``. ``holders`` has for each
-    worker the neighbour with the copy of its state.
+    ``values`` and ``states`` are plain values: those that were given, and the states of ``objects``. ``stages`` has the stages
+    that each worker had, ``holders`` the workers with a copy of its state, and ``starts`` which process of each those are:
+    another process has no copies. If ``divided``, no replica of the pipeline has the whole state of the optimizers.
     """
 
     number: int
@@ -92,20 +93,65 @@ class MemoryPoint:
     states: Mapping[str, Any]
     extra: Mapping[str, Any]
     objects: Mapping[str, Any]
-    holders: Mapping[int, int]
+    stages: Mapping[int, Collection[str]]
+    holders: Mapping[int, Sequence[int]]
+    starts: Sequence[int]
+    divided: bool
     state: ControllerState
 
-    def gone(self, lost: Collection[int]) -> set[int]:
-        """The workers whose state is lost with these workers."""
-        return {worker for worker in lost if self.holders[worker] in lost}
+    def left(self, starts: Sequence[int]) -> "MemoryPoint":
+        """What is left of it, if these are the processes of the workers now."""
+        return replace(
+            self,
+            holders={
+                worker: [each for each in holders if starts[each] == self.starts[each]]
+                for worker, holders in self.holders.items()
+            },
+        )
 
-    def bodies(self, lost: Collection[int]) -> dict[int, TakeKept]:
-        """The message for each worker to go back to this point; the workers ``lost`` have no copies."""
-        held = {holder: worker for worker, holder in self.holders.items()}  # whose copy each worker holds
-        moves = [(worker, self.holders[worker], worker) for worker in lost]
-        moves += [(held[worker], held[worker], worker) for worker in lost]
+    def gone(self) -> set[int]:
+        """The workers of whose state there is no copy, and which have something that no other replica has."""
+        lacking = {worker for worker, holders in self.holders.items() if not holders}
+        kept = {stage for worker in self.stages.keys() - lacking for stage in self.stages[worker]}
+        return {worker for worker in lacking if self.divided or not kept.issuperset(self.stages[worker])}
+
+    def sources(self, worker: int, stages: Iterable[str]) -> list[int]:
+        """The workers from whose copies a worker takes the state of these stages: its own, and those that it has, if it can."""
+        found: list[int] = []
+        for stage in stages:
+            had = [each for each, its in self.stages.items() if stage in its and self.holders[each]]
+            had.sort(key=lambda each: (each != worker, worker not in self.holders[each]))
+            found += had if self.divided else had[:1]
+        return list(dict.fromkeys(found))
+
+    def moves(self, sources: Mapping[int, Iterable[int]]) -> list[tuple[int, int, int]]:
+        """What is moved so that each worker has the copies that it takes, and each of these copies is on two workers."""
+        workers = list(sources)
+        has = {(of, worker) for of, holders in self.holders.items() for worker in holders if worker in sources}
+        taken = {(of, worker) for worker, own in sources.items() for of in own}
+        for of in {of for of, _ in taken}:
+            there = [worker for worker in workers if (of, worker) in has | taken]
+            if len(there) == 1 < len(workers):
+                taken.add((of, workers[(workers.index(there[0]) + 1) % len(workers)]))
+        return [(of, self.holders[of][0], worker) for of, worker in sorted(taken - has)]
+
+    def moved(self, moves: Iterable[tuple[int, int, int]], workers: Collection[int], starts: Sequence[int]) -> "MemoryPoint":
+        """The point when that was done: these workers are left, and have copies."""
+        holders = {of: [each for each in holders if each in workers] for of, holders in self.holders.items()}
+        for of, _, to in moves:
+            holders[of] = [*holders[of], to]
+        return replace(self, holders=holders, starts=tuple(starts))
+
+    def bodies(
+        self, sources: Mapping[int, Sequence[int]], moves: Iterable[tuple[int, int, int]]
+    ) -> dict[int, TakeKept]:
+        """The message for each worker that goes back to this point, or has a copy that another one takes."""
         program = exchange_of_states(moves)
-        return {worker: TakeKept(self.number, program.order_of(worker)) for worker in self.holders}
+        senders = [worker for worker in range(program.workers) if program.order_of(worker)]
+        return {
+            worker: TakeKept(self.number, program.order_of(worker), tuple(sources.get(worker, ())))
+            for worker in dict.fromkeys([*sources, *senders])
+        }
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """`driver.recover`: after a worker was lost, or a step has failed, the run goes on from its newest point.
 
-    replace_lost_workers            other processes are in the places of lost workers, and hold nothing
+    replace_lost_workers            other processes are in the places of lost workers, and hold nothing; or those are gone
         │
-        ▼ rebuild                   those are sent what they had: stages, programs, optimizers
+        ▼ settle                    if the run goes on with other workers: the driver places its stages on these
+        ▼ rebuild                   those that hold nothing are sent what is theirs: stages, programs, optimizers
         ▼ restore                   all workers, and what was given by name, go back to the point
     the next step
 
@@ -22,7 +23,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState, DiskPoint, MemoryPoint, exchange_of_states
-from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.recovery.replace_workers import Wanted, replace_lost_workers
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.loading import Loading, load_objects
 from pippy.drivers.model.state.saving import GivenObjects, Saving
@@ -87,15 +88,18 @@ class Recovery:
     def protect(self, saving: Saving, parts: Mapping[str, Any]) -> None:
         """Have each worker copy its state, and keep the copy of a neighbour."""
         objects, values = saving.kept_values(parts)
-        workers = self.placed.workers
-        holders = dict(zip(workers, (*workers[1:], workers[0])))
+        workers, starts = self.placed.workers, tuple(self.commands.session.log.starts)
+        neighbours = dict(zip(workers, (*workers[1:], workers[0])))
+        stages = {worker: self.placed.calls_on(worker) for worker in workers}
+        divided = any(each.divided for each in self.optimizers)
         before = next((each.number for each in self.points if isinstance(each, MemoryPoint)), None)
         self._protected += 1
         state = self._now()
-        program = exchange_of_states((worker, worker, to) for worker, to in holders.items() if to != worker)
+        program = exchange_of_states((worker, worker, to) for worker, to in neighbours.items() if to != worker)
         self.commands.call({each: KeepState(self._protected, before, program.order_of(each)) for each in workers})
         own_values = values["values"], values["states"], values["extra"]
-        self._add(MemoryPoint(self._protected, *own_values, objects.objects, holders, state))
+        holders = {worker: list(dict.fromkeys((worker, to))) for worker, to in neighbours.items()}
+        self._add(MemoryPoint(self._protected, *own_values, objects.objects, stages, holders, starts, divided, state))
 
     def _add(self, point: DiskPoint | MemoryPoint) -> None:
         self.points = [each for each in self.points if type(each) is not type(point)] + [point]
@@ -104,14 +108,21 @@ class Recovery:
     # Going back
 
     def recover(
-        self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
+        self,
+        loading: Loading,
+        send_again: Callable[[Collection[int]], None],
+        limit: float | None,
+        wanted: Wanted,
+        settle: Callable[[], None],
     ) -> dict[str, Any]:
         """Replace lost workers, and go back to the newest point. Returns the point's values.
 
-        ``send_again`` sends workers what they had beside stages and optimizers.
+        ``send_again`` sends workers what they had beside stages and optimizers. ``wanted`` says which of the lost workers are
+        replaced, and ``settle``, called after that, has the driver place its stages on the workers with which it goes on.
         """
         self.commands.check_open()
-        in_turn = partial(self.commands.session.in_turn, partial(self._recover, loading, send_again, limit))
+        do = partial(self._recover, loading, send_again, limit, wanted, settle)
+        in_turn = partial(self.commands.session.in_turn, do)
         try:
             return in_turn()
         except (
@@ -120,28 +131,41 @@ class Recovery:
             return in_turn()
 
     def _recover(
-        self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
+        self,
+        loading: Loading,
+        send_again: Callable[[Collection[int]], None],
+        limit: float | None,
+        wanted: Wanted,
+        settle: Callable[[], None],
     ) -> dict[str, Any]:
         commands = self.commands
         self._check_points()
-        replace_lost_workers(self.cluster, limit)
+        replace_lost_workers(self.cluster, limit, wanted)
         commands.session.wait_given_up(limit)
-        point = self._newest_left(commands.replaced())
+        point = self._newest_left()
+        settle()
         with commands.recovery():
             commands.zero_grad()
             all_anew = point is None or (isinstance(point, DiskPoint) and not point.is_whole)
             self._rebuild(self.placed.workers if all_anew else commands.replaced(), send_again)
             if point is None:
-                return self._to_start()
-            return self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
+                values = self._to_start()
+            else:
+                values = self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
+            commands.unload_left()
+        return values
 
-    def _newest_left(self, lost: Collection[int]) -> DiskPoint | MemoryPoint | None:
-        """The newest point that the lost workers leave complete; None for the start."""
+    def _newest_left(self) -> DiskPoint | MemoryPoint | None:
+        """The newest point that lost workers have left complete; None for the start."""
         for point in reversed(self.points):
-            gone = point.gone(lost) if isinstance(point, MemoryPoint) else ()
-            if not gone:
+            if isinstance(point, DiskPoint):
                 return point
             self.points.remove(point)
+            left = point.left(self.commands.session.log.starts)
+            gone = left.gone()
+            if not gone:
+                self.points.append(left)
+                return left
             names = ", ".join(repr(self.cluster.workers[worker]) for worker in sorted(gone))
             self.left_out = f"; what protect() kept of worker {names} was lost with the worker that held the copy"
             self._check_points()
@@ -179,8 +203,12 @@ class Recovery:
 
     def _to_kept(self, point: MemoryPoint) -> dict[str, Any]:
         self._make_fresh(point.state.options.keys())
+        workers = self.placed.workers
+        sources = {worker: point.sources(worker, self.placed.calls_on(worker)) for worker in workers}
+        moves = point.moves(sources)
         with first_waits():  # or a part would be restored, and a part not
-            self.commands.call(point.bodies(self.commands.replaced()))
+            self.commands.call(point.bodies(sources, moves))
+            self.points[-1] = point.moved(moves, workers, self.commands.session.log.starts)
             load_objects(copy.deepcopy(point.states), point.objects)
             for name, value in point.extra.items():
                 self.pipe.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -89,6 +89,13 @@ class ControllerConnections:
                     self._mark_lost(places[worker])
                 self._put(places, worker, new)
 
+    def drop(self, worker: int) -> None:
+        """Close those to a worker that is gone. The calls that were not answered fail."""
+        with self._lock, uninterrupted():
+            for places in (self._at, self._urgent_at):
+                if worker in places:
+                    self._mark_lost(places[worker])
+
     def unsent(self) -> bool:
         """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
         with self._lock:

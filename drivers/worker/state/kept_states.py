@@ -2,9 +2,12 @@
 
 keep:   the own copy ──▶ the next worker       take:   a new process ◀── its own copy, from the next worker
         the worker before ──▶ its copy                               ◀── the copy of the worker before it
+
+Where the stages are placed anew, a worker takes the copies of those that had its stages.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
@@ -29,10 +32,13 @@ class KeptStates:
 
     def restore(self, message: TakeKept, number: int) -> None:
         """Go back to a point. What lost workers had of it comes from neighbours."""
-        own = self.kept.get(message.point, {})
-        self.kept = {message.point: own}
-        self.exchange(message.order, number, PassedStates(own))
-        self.snapshots.restore(own[self.index])
+        copies = self.kept.get(message.point, {})
+        self.kept = {message.point: copies}
+        self.exchange(message.order, number, PassedStates(copies))
+        if message.sources:
+            found = self.snapshots.of_stages([copies[source] for source in message.sources])
+            random = copies[self.index].random if self.index in message.sources else None
+            self.snapshots.restore(replace(found, random=random))
 
 
 class PassedStates:

@@ -7,7 +7,7 @@ snapshot ──▶ the files of a checkpoint      state_writer.py, state_reader.
 hold     ──▶ the worker itself              while something is tried: HoldState   ──▶ put_back
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -59,18 +59,36 @@ class Snapshots:
 
     def whole(self) -> WorkerState:
         """A copy of all."""
-        places = self._places(nn.Module.named_parameters, nn.Module.named_buffers)
-        own = {number: [places[key] for key in each.parameters] for number, each in self.optimizers.items()}
-        return _copied_state(self.snapshot(places.values(), own))
-
-    def _places(self, *named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> dict[int, TensorLocation]:
-        """Where each parameter or buffer is, by its id."""
-        return {
-            id(each): TensorLocation(call, name)
-            for call, module in self.modules.items()
-            for listed in named
-            for name, each in listed(module)
+        places = dict(self._places(nn.Module.named_parameters, nn.Module.named_buffers))
+        own = {
+            number: [place for place, each in places.items() if id(each) in optimizer.parameters]
+            for number, optimizer in self.optimizers.items()
         }
+        return _copied_state(self.snapshot(places, own))
+
+    def of_stages(self, states: Sequence[WorkerState]) -> WorkerState:
+        """What some states, of other workers too, have of this worker's stages and optimizers; no random numbers."""
+        tensors = {at: each for state in states for at, each in state.tensors.items() if at.call in self.modules}
+        optimizers = {
+            number: {
+                at: each
+                for state in states
+                for at, each in state.optimizers.get(number, {}).items()
+                if at.call in self.modules and id(self.tensor(at)) in optimizer.parameters
+            }
+            for number, optimizer in self.optimizers.items()
+            if any(number in state.optimizers for state in states)
+        }
+        return WorkerState(tensors, optimizers)
+
+    def _places(
+        self, *named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
+    ) -> Iterator[tuple[TensorLocation, torch.Tensor]]:
+        """The parameters or buffers of each stage, and where they are: one that several stages have is at several places."""
+        for call, module in self.modules.items():
+            for listed in named:
+                for name, each in listed(module):
+                    yield TensorLocation(call, name), each
 
     @torch.no_grad()
     def restore(self, state: WorkerState, is_kept: bool = True) -> None:
@@ -88,7 +106,8 @@ class Snapshots:
     def hold(self) -> Callable[[], None]:
         """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients."""
         modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
-        parameters = _copied_state(self.snapshot(self._places(nn.Module.named_parameters).values(), {}, random=False))
+        places = {id(each): place for place, each in self._places(nn.Module.named_parameters)}
+        parameters = _copied_state(self.snapshot(places.values(), {}, random=False))
         states = {number: each.copied_state() for number, each in self.optimizers.items()}
         random, before = RandomNumbers(modules, self.device).now(), Before(modules, None)
         gradients = self.gradients.take_out()

@@ -28,7 +28,8 @@ class FakeSession:
         self.outstanding: list[Any] = []
         self.forgotten: list[int] = []
         self.told: list[Surroundings | None] = []
-        self.broken, self.log = None, SimpleNamespace(starts=[0] * len(WORKERS), half_changed_drivers=set())
+        log = {"starts": [0] * len(WORKERS), "half_changed_drivers": set(), "gone": frozenset()}
+        self.broken, self.log = None, SimpleNamespace(**log)
         self.failing = False  # whether commands that are sent now fail
         self.lock, self.wait_all = nullcontext(), lambda: None
 

@@ -24,19 +24,22 @@ class Counting(nn.Module):
         return x * (1 + self.factor / (1 + self.calls))
 
 
-def model():
+def model(stages=STAGES, counts=True):
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), Counting()) for _ in range(STAGES - 1)]
+    more = [Counting] if counts else []
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), *(each() for each in more)) for _ in range(stages - 1)
+    ]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
 class Run:
     """A driver with what goes with it."""
 
-    def __init__(self, cluster, schedule="1f1b", made=None, **options):
+    def __init__(self, cluster, schedule="1f1b", made=None, optimizer_options={}, **options):
         pipe = Pipe.from_sequential(model() if made is None else made, nn.MSELoss())
         self.cluster, self.driver = cluster, PipelineDriver(pipe, cluster, schedule=schedule, **options)
-        self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05)
+        self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05, **optimizer_options)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
         self.losses: dict[int, float] = {}
 

@@ -1,0 +1,120 @@
+"""Which workers of a cluster run the stages of a driver, and by which schedule: at first, and after a recovery."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.driver.steps.driver_arguments import checked_ranks
+from pippy.drivers.driver.steps.programs import RequestedSchedule
+from pippy.drivers.plan.language.placement import Placement
+from pippy.ir.base.brief import brief
+from pippy.ir.base.trees import describe
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The workers ``ranks`` run the stages by a schedule, those of each replica after those of the one before it.
+
+    ``placement`` is that of one replica.
+
+    >>> arrangement = Arrangement.of(RequestedSchedule("1f1b", {}, stages=3, replicas=2), [0, 1, 2, 4])
+    >>> arrangement.replicas
+    [[0, 0, 1], [2, 2, 4]]
+    """
+
+    schedule: RequestedSchedule
+    placement: Placement
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: RequestedSchedule, chosen: Sequence[int]) -> "Arrangement":
+        """That of a schedule on these workers, or on the first of them, if it uses fewer."""
+        placement = schedule.example(chunks=1, workers=len(chosen) // schedule.replicas).placement
+        return cls(schedule, placement, tuple(chosen[: placement.workers * schedule.replicas]))
+
+    @property
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """The workers of each replica."""
+        size = self.placement.workers
+        return [self.ranks[at : at + size] for at in range(0, len(self.ranks), size)]
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The worker of each stage, for each replica."""
+        return [[ranks[worker] for worker in self.placement.worker_of] for ranks in self.pipelines]
+
+
+@dataclass(frozen=True)
+class WorkersToGoOnWith:
+    """How many workers a recovery goes on with, or which, in how many replicas. Without both, as many as before.
+
+    >>> now = Arrangement.of(RequestedSchedule("1f1b", {}, stages=2, replicas=2), [0, 1, 2, 3])
+    >>> WorkersToGoOnWith(replicas=1).chosen(now, own=[0, 1, 2, 3], lost={1})
+    [2, 3]
+    >>> WorkersToGoOnWith(workers=1, replicas=1).chosen(now, own=[0, 1, 2, 3], lost={0})
+    [2]
+    """
+
+    workers: int | Sequence[int] | None = None
+    replicas: int | None = None
+
+    @classmethod
+    def left(cls, now: Arrangement, own: Collection[int], lost: Collection[int]) -> "WorkersToGoOnWith":
+        """As many replicas as can be made of the workers that are left; or one pipeline on all of them."""
+        left = len([rank for rank in own if rank not in lost])
+        replicas = left // now.placement.workers if now.schedule.replicas > 1 else 0
+        if not left:
+            raise DriverError("none of the driver's workers is left; open another cluster, and driver.load() there")
+        return cls(replicas=min(replicas, now.schedule.replicas)) if replicas else cls(left, 1)
+
+    def check(self, there: int) -> None:
+        """Raise if they are no numbers, or name no workers of a cluster with so many."""
+        for name, count in (("workers", self.workers), ("replicas", self.replicas)):
+            if isinstance(count, bool) or (isinstance(count, int) and count < 1):
+                raise DriverError(f"{name}={describe(count)}: give how many to go on with, 1 or more")
+        if self.replicas is not None and not isinstance(self.replicas, int):
+            raise DriverError(f"replicas={describe(self.replicas)}: give how many to go on with, 1 or more")
+        if self.workers is not None and not isinstance(self.workers, int):
+            checked_ranks("workers", self.workers, there)
+
+    def count_of_replicas(self, now: Arrangement) -> int:
+        """How many replicas there will be."""
+        return now.schedule.replicas if self.replicas is None else self.replicas
+
+    def chosen(self, now: Arrangement, own: Sequence[int], lost: Collection[int]) -> list[int]:
+        """The workers, of the driver's ``own``: those of whole replicas first, then others that are there, then lost ones."""
+        replicas = self.count_of_replicas(now)
+        if self.workers is None:
+            count = now.placement.workers * replicas
+        else:
+            count = self.workers if isinstance(self.workers, int) else len(self.workers)
+        if count % replicas:
+            raise DriverError(
+                f"workers={brief(self.workers)} in {replicas} replicas: every replica needs the same number of workers; give "
+                f"a multiple of {replicas}, or replicas="
+            )
+        if self.workers is not None and not isinstance(self.workers, int):
+            return list(self.workers)
+        if count > len(own):
+            raise DriverError(
+                f"{count} workers are asked for, and the driver was made for {len(own)}; name all that it is to use: "
+                "workers=[0, 1, ...]"
+            )
+        whole = [ranks for ranks in now.pipelines if not set(ranks).intersection(lost)]
+        there = [rank for rank in (*now.ranks, *own) if rank not in lost]
+        found = list(dict.fromkeys(chain(*whole, there, own)))[:count]
+        if replicas == now.schedule.replicas and set(found) == set(now.ranks):
+            return list(now.ranks)
+        return found if replicas > 1 else sorted(found, key=list(own).index)
+
+
+def check_fewer(fewer: Any, workers: Any = None, replicas: Any = None) -> None:
+    """Raise unless ``fewer`` is True or False, and True without a number of workers or replicas."""
+    if not isinstance(fewer, bool):
+        raise DriverError(f"fewer={describe(fewer)}: give True to go on with fewer workers if none can be started, or False")
+    if fewer and (workers is not None or replicas is not None):
+        raise DriverError(
+            "fewer=True goes on with as many workers as can be had, and workers= or replicas= says how many; give one of them"
+        )

@@ -1,0 +1,196 @@
+"""`driver.recover` with fewer workers, or replicas, than before: the losses are those of a run to which nothing has happened."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from pippy.drivers.base.errors import DriverError, WorkerLostError
+from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.ir.base.errors import PippyWarning
+from tests.drivers.model.recovery.runs import Run, model, opened, undisturbed
+
+STAGES, STEPS = 4, 6
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with opened(STAGES) as opened_cluster:
+        yield opened_cluster
+
+
+@pytest.fixture
+def workers(cluster):
+    """Four workers; those that a test has left out are started again."""
+    replace_lost_workers(cluster, wanted=lambda lost: lost | cluster.gone)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def expected(cluster):
+    """The losses and the state of a run to which nothing happens, by the number of its stages."""
+    torch.set_default_dtype(torch.float64)
+    found = {stages: undisturbed(cluster, STEPS, made=model(stages, stages > 2)) for stages in (2, STAGES)}
+    yield found
+    torch.set_default_dtype(torch.float32)
+
+
+def lose(run, *lost):
+    run.lose(*lost)
+    with pytest.raises(WorkerLostError):
+        run.step(STEPS)
+
+
+def goes_on(run, expected, first, last):
+    run.steps(first, last)
+    losses, state = expected
+    assert list(run.losses) == list(range(last))
+    assert list(run.losses.values()) == pytest.approx([losses[number] for number in range(last)], rel=1e-12)
+    if last == STEPS:
+        for name, value in run.driver.state_dict().items():
+            torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("point", ["start", "disk", "memory"])
+def test_four_workers_then_three_then_two(workers, expected, tmp_path, point):
+    run = Run(workers, made=model(STAGES))
+    at = 0
+    for lost, left in ((1, [0, 2, 3]), (3, [0, 2])):
+        if point != "start":
+            run.steps(at, at + 1)
+            at += 1
+            run.protect(at) if point == "memory" else run.save(tmp_path, at)
+        run.steps(at, at + 1) if point != "start" else None
+        lose(run, lost)
+        assert run.driver.recover(workers=len(left)).get("step", 0) == at
+        assert run.driver.ranks == tuple(left)
+    goes_on(run, expected[STAGES], at, STEPS)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("point", ["start", "disk", "memory"])
+def test_two_replicas_then_one_then_two(workers, expected, tmp_path, point, divided):
+    run = Run(workers, made=model(2, False), replicas=2, optimizer_options={"divide_state": divided})
+    if point != "start":
+        run.steps(0, 2)
+        run.protect(2) if point == "memory" else run.save(tmp_path, 2)
+    lose(run, 1)
+    at = run.driver.recover(replicas=1).get("step", 0)
+    assert run.driver.ranks == (2, 3) and at == (0 if point == "start" else 2)
+    goes_on(run, expected[2], at, 4)
+    run.protect(4)
+    assert run.driver.recover(replicas=2) == {"step": 4}
+    assert run.driver.ranks == (2, 3, 0, 1)
+    goes_on(run, expected[2], 4, STEPS)
+
+
+def test_three_replicas_of_one_worker_then_two(workers, expected):
+    run = Run(workers, made=model(2, False), replicas=3, world_size=3)
+    run.steps(0, 2)
+    run.protect(2)
+    lose(run, 1)
+    assert run.driver.recover(replicas=2) == {"step": 2}
+    assert run.driver.replicas == 2 and run.driver.ranks == (0, 2)
+    goes_on(run, expected[2], 2, STEPS)
+
+
+def test_what_is_printed_is_true_of_the_workers_that_are_left(workers):
+    run = Run(workers, made=model(STAGES))
+    lose(run, 1)
+    run.driver.recover(workers=3)
+    run.step(0)
+    assert repr(workers) == "<Cluster of 3 workers, open: worker0, worker2, worker3; gone: worker1>"
+    assert str(workers.routes).startswith("worker0, worker2, worker3 on ")
+    assert "'worker1': it was lost, and has no process" in workers.dump().splitlines()
+    assert [place.pid is None for place in workers.topology.workers] == [False, True, False, False]
+    holds = [place.holds.get(run.driver.number) for place in workers.topology.workers]
+    assert holds == ["stages 0, 1", None, "stage 2", "stage 3"]
+    assert str(run.driver.topology).split() == "stage 0 1 2 3 replica 0 worker0 worker0 worker2 worker3".split()
+    assert run.driver.program(4).workers == 3
+    counted = run.driver.memory(4, torch.randn(8, 4), torch.randn(8, 1))
+    assert counted.program.workers == 3
+    with run.driver.record() as recording:
+        run.step(1)
+    assert [len(each.workers) for each in recording.steps] == [3]
+    other = Run(workers, made=model(STAGES))
+    assert other.driver.ranks == (0, 2, 3)
+    other.step(0)
+
+
+def test_a_stopped_worker_is_ended(workers, expected):
+    run = Run(workers, made=model(STAGES))
+    pid = workers.session.workers[2].pid
+    run.lose(2, how=signal.SIGSTOP)
+    with pytest.raises(WorkerLostError):
+        run.step(0)
+    run.driver.recover(workers=3)
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+    goes_on(run, expected[STAGES], 0, 2)
+
+
+def test_other_drivers_recover_by_themselves(workers, expected):
+    run, other = Run(workers, made=model(STAGES)), Run(workers, made=model(STAGES))
+    third = Run(workers, made=model(2, False), all_ranks=[0, 3])
+    lose(run, 1)
+    assert run.driver.recover(workers=3) == {}
+    with pytest.raises(DriverError, match=r"'worker1' was lost and is gone.*call driver.recover\(\)"):
+        other.step(0)
+    assert third.driver.recover() == {} and workers.gone == {1}
+    goes_on(third, expected[2], 0, 2)
+    assert run.driver.recover() == {} and run.driver.ranks == (0, 2, 3) and workers.gone == {1}
+    goes_on(run, expected[STAGES], 0, 2)
+    assert other.driver.recover(workers=2) == {}
+    assert other.driver.ranks == (0, 2) and workers.gone == {1}
+    goes_on(other, expected[STAGES], 0, 2)
+    other.driver.close()
+    last = Run(workers, made=model(2, False), world_size=2)
+    lose(last, 0)
+    assert last.driver.recover() == {} and workers.gone == {1}
+    goes_on(last, expected[2], 0, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"workers": 0}, "workers=0: give how many to go on with, 1 or more"),
+        ({"workers": True}, "workers=True: give how many"),
+        ({"replicas": 1.5}, "replicas=1.5: give how many"),
+        ({"workers": [0, 7]}, r"workers=\[0, 7\]: name workers of the cluster, 0 to 3"),
+        ({"workers": 5}, r"5 workers are asked for, and the driver was made for 4; .*workers=\[0, 1, ...\]"),
+        ({"workers": 3, "replicas": 2}, "every replica needs the same number of workers; give a multiple of 2"),
+        ({"workers": 2, "fewer": True}, "fewer=True goes on with as many workers as can be had"),
+        ({"fewer": 3}, "fewer=3: give True"),
+        ({"workers": 3, "schedule": "zb_v"}, "schedule='zb_v' needs two stages on each worker"),
+        ({"workers": 3, "schedule": "auto"}, "schedule='auto' is for a new driver; leave schedule= out"),
+    ],
+)
+def test_what_is_refused_sends_nothing(workers, arguments, says):
+    run = Run(workers, made=model(STAGES), check=False)
+    counts, pids = list(workers.session.counts), [each.pid for each in workers.session.workers]
+    with pytest.raises(DriverError, match=says):
+        run.driver.recover(**arguments)
+    assert workers.session.counts == counts and [each.pid for each in workers.session.workers] == pids
+    run.step(0)
+
+
+def test_a_schedule_that_cannot_run_on_fewer_workers_is_replaced_until_there_are_enough(workers, expected):
+    run = Run(workers, schedule="zb_v", made=model(STAGES), world_size=2)
+    run.step(0)
+    run.protect(1)
+    lose(run, 0)
+    with pytest.warns(PippyWarning, match="on with schedule='1f1b', because its own .*zb_v.* two stages on each worker"):
+        run.driver.recover(workers=1)
+    assert run.driver.schedule == "1f1b"
+    goes_on(run, expected[STAGES], 1, 3)
+    run.protect(3)
+    assert run.driver.recover(workers=2) == {"step": 3}
+    assert run.driver.schedule == "zb_v" and run.driver.ranks == (0, 1)
+    goes_on(run, expected[STAGES], 3, 4)
+    run.protect(4)
+    assert run.driver.recover(workers=[2, 3], schedule="interleaved_1f1b") == {"step": 4}
+    assert run.driver.schedule == "interleaved_1f1b" and run.driver.ranks == (2, 3)
+    goes_on(run, expected[STAGES], 4, STEPS)
