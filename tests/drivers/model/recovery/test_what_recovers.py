@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import IndexLoader, Pipe, PipelineDriver1F1B
+from pippy import (
+    IndexLoader,
+    MultiUseParameterConfig,
+    Pipe,
+    PipelineDriver1F1B,
+    SplitPoint,
+    annotate_split_points,
+    convert_deferred_batch_norm,
+    pipeline,
+)
 from pippy.drivers.base.errors import WorkerLostError
+from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from tests.drivers.model.recovery.runs import opened
 
 STEPS, AT = 4, 2
@@ -63,8 +73,11 @@ class Kind:
         for _ in range(self.accumulated):
             loss = self.driver.run(4, *self.rows())
         self.losses[number] = float(loss)
-        self.optimizer.step()
+        self.update()
         self.driver.zero_grad()
+
+    def update(self):
+        self.optimizer.step()
 
     def point(self, folder):
         given = {"optimizer": self.optimizer, "step": AT, **self.given}
@@ -138,7 +151,42 @@ class Divided(Replicated):
     optimizer_options = {"divide_state": True}
 
 
+class Normalized(Replicated):
+    """Replicas tell each other what their norms have noted."""
+
+    def pipe(self):
+        norm = convert_deferred_batch_norm(nn.BatchNorm1d(4))
+        return Pipe.from_sequential(nn.Sequential(nn.Sequential(layers()[0], norm), layers()[1]), nn.MSELoss())
+
+
+class Scaled(Kind):
+    """The scale of the loss changes with the steps."""
+
+    def begin(self):
+        self.scaler = self.driver.instantiate_grad_scaler(init_scale=4.0, growth_interval=1)
+        self.given = {"scaler": self.scaler}
+
+    def update(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Tied(Kind):
+    """Two stages have copies of a parameter."""
+
+    def pipe(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+        model[2].weight = model[0].weight
+        annotate_split_points(model, {"1": SplitPoint.END})
+        return pipeline(model, nn.MSELoss(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+
+
+class Compiled(Kind):
+    options = {"compile": "graphs"}
+
+
 KINDS = [ByIndex, ByName, OnMeta, OwnNumbers, Accumulates, Replicated, Divided]
+FEWER = [ByIndex, OnMeta, Accumulates, Normalized, Scaled, Tied, Compiled]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,4 +215,29 @@ def test_it_goes_on_to_the_bit_from_the_start_from_a_checkpoint_and_from_memory(
     assert run.losses == losses and run.driver.random_state == numbers
     for name, value in run.driver.state_dict().items():
         assert torch.equal(value, state[name]), name
+    run.driver.close()
+
+
+@pytest.mark.parametrize("kind", FEWER)
+def test_it_goes_on_with_fewer_workers_or_replicas(workers, tmp_path, kind):
+    replace_lost_workers(workers, wanted=lambda lost: lost | workers.gone)
+    torch.manual_seed(1)
+    losses, state, _ = kind(workers).to_the_end()
+    torch.manual_seed(1)
+    run = kind(workers)
+    fewer = {"replicas": 1} if "replicas" in kind.options else {"workers": 1}
+    for number in range(AT):
+        run.step(number)
+    run.point(None)
+    run.step(AT)
+    run.lose(0)
+    assert run.driver.recover(**fewer) == {"step": AT}
+    run.step(AT)
+    run.point(tmp_path)
+    assert run.driver.recover(workers=2 * run.driver.replicas) == {"step": AT}
+    for number in range(AT + 1, STEPS):
+        run.step(number)
+    assert list(run.losses.values()) == pytest.approx(list(losses.values()), rel=1e-12)
+    for name, value in run.driver.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-12)
     run.driver.close()
