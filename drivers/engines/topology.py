@@ -76,7 +76,13 @@ class ClusterTopology:
 
     def _table(self) -> list[Sequence[str]]:
         rows = [
-            [str(at), each.name, each.host, str(each.pid or ""), *(each.holds.get(number, "") for number in self.drivers)]
+            [
+                str(at),
+                each.name,
+                each.host,
+                str(each.pid or ""),
+                *(each.holds.get(number, "") for number in self.drivers),
+            ]
             for at, each in enumerate(self.workers)
         ]
         return [["worker", "name", "host", "pid", *self.drivers.values()], *rows]

@@ -136,10 +136,10 @@ class DriverCommands:
 
     def unload_left(self) -> None:
         """Have workers that are to hold stages no more drop all that belongs to the driver."""
-        starts = self.session.log.starts
-        left = [each for each, start in self.left.items() if each not in self.workers and starts[each] == start]
+        log, elsewhere = self.session.log, self.left.keys() - {*self.workers}
+        left = [worker for worker in elsewhere - log.gone if log.starts[worker] == self.left[worker]]
         if left:
-            self.call(dict.fromkeys(left, Unload()))
+            self.call(dict.fromkeys(sorted(left), Unload()))
         self.left = {}
 
     def _starts_now(self) -> dict[int, int]:

@@ -24,6 +24,7 @@ from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.updates import Updates
 from pippy.drivers.report.rates import DTYPES
 from pippy.ir.base import source
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import tensors
 from pippy.training.checkpoints import TrainingCheckpoints
 from pippy.training.evaluation import Evaluation
@@ -130,6 +131,7 @@ class Loop:
         return True
 
     def _recover(self, lost: WorkerLostError, progress: TrainingProgress) -> None:
+        before = len(self.driver.ranks)
         while self.result.recoveries < self.max_recoveries:
             self.result.recoveries += 1
             assert self.checkpoints is not None
@@ -138,8 +140,10 @@ class Loop:
             except WorkerLostError as another:
                 lost = another
                 continue
+            now = len(self.driver.ranks)
+            fewer = f" on {count_with_noun(now, 'worker')}" * (now < before)
             progress.say(
-                f"worker {lost.worker!r} was lost: {lost.how}; the training goes on from step {self.result.steps}"
+                f"worker {lost.worker!r} was lost: {lost.how}; the training goes on{fewer} from step {self.result.steps}"
             )
             return
         raise lost

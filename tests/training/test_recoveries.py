@@ -6,8 +6,10 @@ import signal
 import pytest
 
 import pippy
+from pippy import local_cluster
 from pippy.drivers.base.errors import DriverError, WorkerLostError
-from tests.drivers.processes import hearing_of_deaths
+from pippy.ir.base.errors import PippyWarning
+from tests.drivers.processes import close_open_cluster, hearing_of_deaths
 from tests.training.models import Parts, assert_same, parts_of, run, shuffled, trained
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -37,6 +39,17 @@ def test_a_training_survives_its_workers(cluster, tmp_path, undisturbed, capsys,
     assert capsys.readouterr().err.count("was lost: killed by SIGKILL; the training goes on from step") == len(steps)
 
 
+def test_it_goes_on_with_fewer_workers_if_no_other_can_be_started(tmp_path, undisturbed, capsys):
+    close_open_cluster()
+    with local_cluster(3, threads=1, _worker="tests.drivers.model.recovery.unforkable:Worker") as cluster:
+        with pytest.warns(PippyWarning, match=r"(?s)place of worker 'worker1'.*; the run goes on with the workers"):
+            again = run(cluster, tmp_path, callbacks=Kills(cluster, 5), max_recoveries=1, fewer=True)
+        assert cluster.gone == {1}
+    assert again[0].recoveries == 1
+    assert again[0].losses == pytest.approx(undisturbed[0].losses, rel=1e-12)
+    assert "on 1 worker from step 3" in capsys.readouterr().err
+
+
 def test_it_does_so_no_oftener_than_it_may(cluster, tmp_path, undisturbed):
     with pytest.raises(WorkerLostError):
         run(cluster, tmp_path, callbacks=Kills(cluster, 4, 5), max_recoveries=1)
@@ -48,6 +61,8 @@ def test_it_does_so_no_oftener_than_it_may(cluster, tmp_path, undisturbed):
     [
         ({"max_recoveries": -1, "folder": "run"}, "max_recoveries=-1"),
         ({"max_recoveries": 2}, "give folder= and save_every="),
+        ({"fewer": True}, "fewer=True says how a training recovers; say how often it may: max_recoveries="),
+        ({"fewer": 1, "max_recoveries": 2, "folder": "run"}, "fewer=1: give True"),
         ({"max_recoveries": 2, "folder": "run", "data": iter([1])}, "cannot be read again"),
     ],
 )

@@ -113,7 +113,9 @@ class WorkersToGoOnWith:
 def check_fewer(fewer: Any, workers: Any = None, replicas: Any = None) -> None:
     """Raise unless ``fewer`` is True or False, and True without a number of workers or replicas."""
     if not isinstance(fewer, bool):
-        raise DriverError(f"fewer={describe(fewer)}: give True to go on with fewer workers if none can be started, or False")
+        raise DriverError(
+            f"fewer={describe(fewer)}: give True to go on with fewer workers if none can be started, or False"
+        )
     if fewer and (workers is not None or replicas is not None):
         raise DriverError(
             "fewer=True goes on with as many workers as can be had, and workers= or replicas= says how many; give one of them"

@@ -148,7 +148,9 @@ class LocalEngine:
         try:
             socket.send_fds(self.socket, [pickle.dumps(request)], descriptors, socket.MSG_NOSIGNAL)
         except ConnectionError as error:
-            raise ClusterError("the process that the workers are forked from has ended; open another cluster") from error
+            raise ClusterError(
+                "the process that the workers are forked from has ended; open another cluster"
+            ) from error
 
     @property
     def routes(self) -> Routes:

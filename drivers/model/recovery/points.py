@@ -135,7 +135,9 @@ class MemoryPoint:
                 taken.add((of, workers[(workers.index(there[0]) + 1) % len(workers)]))
         return [(of, self.holders[of][0], worker) for of, worker in sorted(taken - has)]
 
-    def moved(self, moves: Iterable[tuple[int, int, int]], workers: Collection[int], starts: Sequence[int]) -> "MemoryPoint":
+    def moved(
+        self, moves: Iterable[tuple[int, int, int]], workers: Collection[int], starts: Sequence[int]
+    ) -> "MemoryPoint":
         """The point when that was done: these workers are left, and have copies."""
         holders = {of: [each for each in holders if each in workers] for of, holders in self.holders.items()}
         for of, _, to in moves:

@@ -7,7 +7,8 @@ what they hold.
     other workers:   give up their commands, and drop their connections with lost workers
     controller:      goes on; the first message that needs it connects two workers again
 
-A worker that was replaced, or is gone, holds nothing. Each driver that had stages there refuses its commands until it has recovered.
+A worker that was replaced, or is gone, holds nothing. Each driver that had stages there refuses its commands until it has
+recovered.
 """
 
 from collections.abc import Callable, Collection
@@ -38,8 +39,9 @@ def replace_lost_workers(
     """Replace the workers that are lost, if there are any. Gives their numbers.
 
     ``wanted`` is called with the numbers of the lost workers, and says which are to be replaced: it may leave some out, which
-    are gone then, and name some that were gone before. If it raises, nothing has changed. The other workers have ``limit`` seconds to end what they do; with None, as long as they answer pings. If this fails, or
-    Ctrl-C ends it, the cluster cannot be used until another call succeeds.
+    are gone then, and name some that were gone before. If it raises, nothing has changed. The other workers have ``limit``
+    seconds to end what they do; with None, as long as they answer pings. If this fails, or Ctrl-C ends it, the cluster cannot
+    be used until another call succeeds.
     """
     if cluster.closed:
         raise ClusterError("this cluster is closed; open another")

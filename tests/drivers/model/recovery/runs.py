@@ -36,10 +36,10 @@ def model(stages=STAGES, counts=True):
 class Run:
     """A driver with what goes with it."""
 
-    def __init__(self, cluster, schedule="1f1b", made=None, optimizer_options={}, **options):
+    def __init__(self, cluster, schedule="1f1b", made=None, divide_state=False, **options):
         pipe = Pipe.from_sequential(model() if made is None else made, nn.MSELoss())
         self.cluster, self.driver = cluster, PipelineDriver(pipe, cluster, schedule=schedule, **options)
-        self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05, **optimizer_options)
+        self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05, divide_state=divide_state)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
         self.losses: dict[int, float] = {}
 

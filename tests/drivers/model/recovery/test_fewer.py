@@ -1,15 +1,18 @@
-"""`driver.recover` with fewer workers, or replicas, than before: the losses are those of a run to which nothing has happened."""
+"""`driver.recover` with fewer workers or replicas: the losses are those of a run to which nothing has happened."""
 
 import os
 import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from pippy import local_cluster
 from pippy.drivers.base.errors import DriverError, WorkerLostError
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.model.recovery.runs import Run, model, opened, undisturbed
+from tests.drivers.processes import close_open_cluster
 
 STAGES, STEPS = 4, 6
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -43,6 +46,21 @@ def lose(run, *lost):
         run.step(STEPS)
 
 
+@contextmanager
+def interrupted_in(monkeypatch, where, name):
+    """The block ends by Ctrl-C, behind the first call of a function."""
+    real = getattr(where, name)
+
+    def interrupt(*given):
+        monkeypatch.undo()
+        real(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+
+
 def goes_on(run, expected, first, last):
     run.steps(first, last)
     losses, state = expected
@@ -72,7 +90,7 @@ def test_four_workers_then_three_then_two(workers, expected, tmp_path, point):
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("point", ["start", "disk", "memory"])
 def test_two_replicas_then_one_then_two(workers, expected, tmp_path, point, divided):
-    run = Run(workers, made=model(2, False), replicas=2, optimizer_options={"divide_state": divided})
+    run = Run(workers, made=model(2, False), replicas=2, divide_state=divided)
     if point != "start":
         run.steps(0, 2)
         run.protect(2) if point == "memory" else run.save(tmp_path, 2)
@@ -117,6 +135,18 @@ def test_what_is_printed_is_true_of_the_workers_that_are_left(workers):
     other = Run(workers, made=model(STAGES))
     assert other.driver.ranks == (0, 2, 3)
     other.step(0)
+
+
+def test_a_loss_that_nobody_has_noticed_is_found_by_the_recovery(workers, expected):
+    for arguments in ({"workers": 3}, {"workers": [1, 2, 3]}):
+        replace_lost_workers(workers, wanted=lambda lost: lost | workers.gone)
+        run = Run(workers, made=model(STAGES))
+        run.step(0)
+        run.protect(1)
+        run.lose(0)
+        assert run.driver.recover(**arguments) == {"step": 1}
+        assert run.driver.ranks == (1, 2, 3) and workers.gone == {0}
+        goes_on(run, expected[STAGES], 1, 3)
 
 
 def test_a_stopped_worker_is_ended(workers, expected):
@@ -182,7 +212,9 @@ def test_a_schedule_that_cannot_run_on_fewer_workers_is_replaced_until_there_are
     run.step(0)
     run.protect(1)
     lose(run, 0)
-    with pytest.warns(PippyWarning, match="on with schedule='1f1b', because its own .*zb_v.* two stages on each worker"):
+    with pytest.warns(
+        PippyWarning, match="on with schedule='1f1b', because its own .*zb_v.* two stages on each worker"
+    ):
         run.driver.recover(workers=1)
     assert run.driver.schedule == "1f1b"
     goes_on(run, expected[STAGES], 1, 3)
@@ -194,3 +226,60 @@ def test_a_schedule_that_cannot_run_on_fewer_workers_is_replaced_until_there_are
     assert run.driver.recover(workers=[2, 3], schedule="interleaved_1f1b") == {"step": 4}
     assert run.driver.schedule == "interleaved_1f1b" and run.driver.ranks == (2, 3)
     goes_on(run, expected[STAGES], 4, STEPS)
+
+
+def test_a_recovery_that_was_interrupted_is_made_again_on_the_same_workers_or_on_others(workers, expected, monkeypatch):
+    run = Run(workers, made=model(STAGES))
+    run.step(0)
+    run.protect(1)
+    lose(run, 1)
+    for arguments, left in (({"workers": 3}, (0, 2, 3)), ({"workers": 2}, (0, 2)), ({}, (0, 2))):
+        with interrupted_in(monkeypatch, run.driver.programs.commands, "call"):
+            run.driver.recover(**arguments)
+        assert run.driver.ranks == left
+        with pytest.raises(DriverError, match=r"may be half changed; call driver.recover\(\)"):
+            run.step(1)
+    assert run.driver.recover() == {"step": 1} and run.driver.ranks == (0, 2)
+    goes_on(run, expected[STAGES], 1, STEPS)
+
+
+def test_copies_on_two_workers_that_are_lost_one_after_the_other_are_not_enough_with_one(workers, tmp_path, expected):
+    run = Run(workers, made=model(STAGES))
+    run.step(0)
+    run.save(tmp_path, 1)
+    run.step(1)
+    run.protect(2)
+    lose(run, 1, 2)
+    with pytest.warns(PippyWarning, match="goes on from .*step-1; what protect.* of worker 'worker1' was lost"):
+        assert run.driver.recover(workers=2)["step"] == 1
+    goes_on(run, expected[STAGES], 1, STEPS)
+
+
+def test_replicas_have_copies_of_each_other(workers, expected):
+    """All of a replica is lost, with the copies of one of its workers: the other replica has the same."""
+    run = Run(workers, made=model(2, False), replicas=2)
+    run.steps(0, 2)
+    run.protect(2)
+    lose(run, 2, 3)
+    assert run.driver.recover() == {"step": 2} and run.driver.replicas == 2
+    goes_on(run, expected[2], 2, 3)
+    lose(run, 0, 1)
+    assert run.driver.recover(fewer=True) == {"step": 2} and run.driver.replicas == 2
+    goes_on(run, expected[2], 2, STEPS)
+
+
+def test_if_no_process_can_be_started_the_run_goes_on_with_those_that_are_left():
+    close_open_cluster()
+    with local_cluster(3, threads=1, _worker="tests.drivers.model.recovery.unforkable:Worker") as cluster:
+        run = Run(cluster)
+        before = undisturbed(cluster, STEPS)
+        run.driver.recover()
+        lose(run, 1)
+        with pytest.warns(PippyWarning, match=r"(?s)place of worker 'worker1'.*unavailable; the run goes on"):
+            assert run.driver.recover(fewer=True) == {}
+        assert run.driver.ranks == (0, 2) and cluster.gone == {1}
+        goes_on(run, before, 0, 2)
+        run.protect(2)
+        assert run.driver.recover(workers=3) == {"step": 2}  # the next one can be started
+        assert run.driver.ranks == (0, 1, 2) and not cluster.gone
+        goes_on(run, before, 2, STEPS)
