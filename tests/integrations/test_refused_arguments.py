@@ -16,9 +16,8 @@ GIVEN = {
     "use_liger_kernel": (True, "leave it out"),
     "auto_find_batch_size": (True, r"PipelineArguments\(memory='12GiB'\)"),
     "neftune_noise_alpha": (5.0, "add the noise in the model's forward"),
-    "fp16_full_eval": (True, "give a model in float16"),
+    "fp16_full_eval": (True, "use fp16=True"),
     "bf16_full_eval": (True, "use bf16=True"),
-    "fp16": (True, "use bf16=True; or pippy.train"),
     "debug": (["underflow_overflow"], "pippy check"),
 }
 

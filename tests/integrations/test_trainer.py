@@ -1,5 +1,7 @@
 """A PipelineTrainer has the losses of a Trainer, step by step, and so its gradient norms, learning rates and metrics."""
 
+import dataclasses
+
 import numpy
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.integrations.trainers import (
     PipelineArguments,
     PipelineTrainer,
     Trainer,
+    TrainingArguments,
     arguments,
     assert_same_history,
     assert_same_model,
@@ -28,6 +31,11 @@ LABELLED = [{**each, "labels": each["input_ids"]} for each in sentences(12)]
 CLASSES = [{**each, "label": len(each["input_ids"]) % 3} for each in sentences(13)]
 
 
+# The argument was renamed.
+KNOWN = {each.name for each in dataclasses.fields(TrainingArguments)}
+BY_LENGTH = {"group_by_length": True} if "group_by_length" in KNOWN else {"train_sampling_strategy": "group_by_length"}
+
+
 def accuracy(predicted):
     return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
 
@@ -41,7 +49,7 @@ def test_padded_rows_with_accumulation_clipping_decay_and_evaluation(tmp_path, t
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
-        "train_sampling_strategy": "group_by_length",
+        **BY_LENGTH,
         "include_num_input_tokens_seen": "non_padding",
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -56,7 +64,10 @@ def test_padded_rows_with_accumulation_clipping_decay_and_evaluation(tmp_path, t
     assert_same_model(own.model, plain.model)
     assert plain.state.log_history[-1]["num_input_tokens_seen"] > 0
 
-    predictions, reference = own.predict(sentences(5)), plain.predict(sentences(5))
+    torch.manual_seed(0)  # rows are grouped at random
+    predictions = own.predict(sentences(5))
+    torch.manual_seed(0)
+    reference = plain.predict(sentences(5))
     numpy.testing.assert_allclose(predictions.predictions, reference.predictions, rtol=1e-4, atol=1e-5)
     numpy.testing.assert_array_equal(predictions.label_ids, reference.label_ids)
     unlabelled = [{"input_ids": each["input_ids"][:4]} for each in sentences(5)]
@@ -81,6 +92,21 @@ def test_smoothed_labels_without_clipping(tmp_path, threads):
         "prediction_loss_only": True,
     }
     plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(7), **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain)
+
+
+def test_smoothed_labels_that_are_means_over_their_batches(tmp_path, threads):
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "label_smoothing_factor": 0.1,
+    }
+    plain, own = trainers(
+        gpt2(), tmp_path, threads, {**options, "eval_strategy": "epoch"}, eval_dataset=sentences(6), **LANGUAGE
+    )
+    plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = False
     train(plain, own)
     assert_same_history(own, plain)
 
@@ -253,6 +279,32 @@ def test_bfloat16(tmp_path, threads):
     predicted = own.predict(sentences(4)).predictions
     assert predicted.dtype == plain.predict(sentences(4)).predictions.dtype
     assert predicted.shape[-1] == WORDS
+
+
+def test_float16_with_a_scaled_loss(tmp_path, threads):
+    """On a CPU a plain Trainer ignores fp16, so that its numbers are those of float32."""
+    options = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 5,
+        "fp16": True,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    plain, own = trainers(llama(), tmp_path, threads, options, **LANGUAGE)
+    train(plain, own)
+    assert_same_history(own, plain, rel=5e-3)
+    assert [each["loss"] for each in own.state.log_history[:5]] != [
+        each["loss"] for each in plain.state.log_history[:5]
+    ]
+    saved = torch.load(tmp_path / "own/checkpoint-3/scaler.pt", weights_only=True)
+    assert saved["scale"] == 65536 and saved["_growth_tracker"] == 3
+
+    before = {name: tensor.clone() for name, tensor in own.model.state_dict().items()}
+    own.accelerator.scaler.update(2.0**40)  # all gradients overflow
+    own.args.max_steps = 2
+    train(own)
+    assert own.accelerator.scaler.get_scale() == 2.0**38 and own.state.log_history[-2]["learning_rate"] == 1e-2
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.model.state_dict().items())
 
 
 def test_low_rank_adapters(tmp_path, threads):

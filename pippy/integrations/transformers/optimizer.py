@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 
 
@@ -22,7 +23,8 @@ class OptimizerOfTrainer(Optimizer):
     """
 
     _is_accelerate_prepared = True  # or accelerate would wrap it
-    step_was_skipped = False
+    step_was_skipped = False  # by a scaler, which found a gradient that is not finite
+    scaler: PipelineGradScaler | None = None
 
     def __init__(self, plain: Optimizer, stepped: Callable[[], None]) -> None:
         if not isinstance(plain, Optimizer) or hasattr(plain, "train"):
@@ -97,7 +99,13 @@ class OptimizerOfTrainer(Optimizer):
         if self.on_workers is None or self.driver is None:
             raise OptimizerError("step() was called before training_step; there are no gradients on the workers")
         self._set_options()
-        self.on_workers.step(closure)
+        if self.scaler is None:
+            self.on_workers.step(closure)
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.on_workers)
+            self.scaler.update()
+            self.step_was_skipped = self.scaler.get_scale() < scale
         self.driver.zero_grad()
         self.plain._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the plain optimizer, which warns else
         self.stepped()

@@ -9,6 +9,7 @@ from torch import nn
 from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.integrations.transformers.arguments import PipelineArguments
 from pippy.integrations.transformers.traced_loss import ITEMS, TracedLoss, returned_outputs
 from pippy.ir.pipe import Pipe
@@ -38,8 +39,10 @@ class PipelinedModel:
         with torch.enable_grad():
             self.pipe = pipeline(loss, num_stages=self.stages, split=arguments.split, example_kwargs=example)
         self.sums = _is_used(self.pipe, ITEMS)
-        losses = {"check": self.is_cut, **({"loss_reduction": "sum"} if self.sums else {})}
+        how = "sum" if self.sums else loss.counted
+        losses = {"check": self.is_cut, **({} if how is None else {"loss_reduction": how})}
         self.driver = PipelineDriver(self.pipe, cluster, **{**losses, **arguments.driver_options(), **options})
+        self.scaler: PipelineGradScaler | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -68,6 +71,12 @@ class PipelinedModel:
         with torch.no_grad():
             result = self.driver.run(call.chunks, outputs=None if outputs else False, **call.kwargs)
         return (result["loss"], returned_outputs(result)) if outputs else (result, {})
+
+    def scale(self, before: Any) -> PipelineGradScaler:
+        """Have the workers scale the loss, from now on by a scaler with the state of the one before."""
+        self.scaler = self.driver.instantiate_grad_scaler()
+        self.scaler.load_state_dict(before.state_dict())
+        return self.scaler
 
     def fetch(self) -> None:
         """Copy the parameters and buffers of the workers into the model of this process."""

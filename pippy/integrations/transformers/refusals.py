@@ -60,14 +60,8 @@ REFUSED_ARGUMENTS = (
         "its hook is removed from the model of this process after the training, and would stay on the workers",
         "leave it out, and add the noise in the model's forward",
     ),
-    RefusedArgument("fp16_full_eval", _set("fp16_full_eval"), _NO_CASTS, "leave it out, or give a model in float16"),
+    RefusedArgument("fp16_full_eval", _set("fp16_full_eval"), _NO_CASTS, "leave it out, or use fp16=True"),
     RefusedArgument("bf16_full_eval", _set("bf16_full_eval"), _NO_CASTS, "leave it out, or use bf16=True"),
-    RefusedArgument(
-        "fp16",
-        _set("fp16"),
-        "its scaled loss has not been tried with this trainer",
-        "use bf16=True; or pippy.train, which takes a scaler",
-    ),
     RefusedArgument(
         "debug",
         lambda args: any(

@@ -22,10 +22,16 @@ _REST = "pippy_outputs"  # what a model that returns a tuple returns beside its 
 
 
 class TracedLoss(LossWrapper):
-    """The model of a Trainer, and its loss. ``compute_loss`` is called as that of a Trainer."""
+    """The model of a Trainer, and its loss. ``compute_loss`` is called as that of a Trainer.
 
-    def __init__(self, model: nn.Module, compute_loss: Callable[..., Any]) -> None:
+    ``counted`` says what a micro-batch counts for, if the loss is a mean and that is known.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute_loss: Callable[..., Any], counted: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__(model, compute_loss)
+        self.counted = counted
         self.training = model.training
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
@@ -35,6 +41,16 @@ class TracedLoss(LossWrapper):
         if accumulated is not None:
             loss = loss / accumulated
         return {"loss": loss, **_beside_the_loss(outputs)}
+
+
+def labels_that_count(*, labels: Any) -> Any:
+    """How many labels a loss is a mean over."""
+    return (labels != -100).sum()
+
+
+def shifted_labels_that_count(*, labels: Any) -> Any:
+    """How many, if each is predicted at the place before it."""
+    return (labels[..., 1:] != -100).sum()
 
 
 def _beside_the_loss(outputs: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ The loop is the Trainer's own. These of its methods do their work on the workers
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from pippy.drivers.base.errors import ClusterError, DriverError
@@ -32,7 +33,13 @@ from pippy.integrations.transformers.arguments import PipelineArguments
 from pippy.integrations.transformers.optimizer import OptimizerOfTrainer
 from pippy.integrations.transformers.pipelined_model import PipelinedModel
 from pippy.integrations.transformers.refusals import check_training_arguments
-from pippy.integrations.transformers.traced_loss import ACCUMULATED, ITEMS, TracedLoss
+from pippy.integrations.transformers.traced_loss import (
+    ACCUMULATED,
+    ITEMS,
+    TracedLoss,
+    labels_that_count,
+    shifted_labels_that_count,
+)
 from pippy.ir.base.brief import brief
 
 _RANDOM_STATE = "pippy_random_state.json"
@@ -89,14 +96,15 @@ class PipelineTrainer(Trainer):
         """Make the accelerator, which leaves the model of this process as it is."""
         super().create_accelerator_and_postprocess()
         self.accelerator.native_amp = False
+        self.accelerator.scaler = torch.amp.GradScaler("cpu") if self.args.fp16 else None
         self.accelerator.clip_grad_norm_ = self._clip_grad_norm_of_workers
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """The autocast that surrounds a step."""
-        if not self.args.bf16:
+        if not (self.args.bf16 or self.args.fp16):
             return nullcontext()
-        workers = self._workers_of()
-        return torch.autocast(workers.device_type, dtype=torch.bfloat16)
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16
+        return torch.autocast(self._workers_of().device_type, dtype=dtype)
 
     # The model on the workers
 
@@ -117,21 +125,36 @@ class PipelineTrainer(Trainer):
             self._drop()
         if self._pipelined is None:
             assert self.model is not None
-            loss = TracedLoss(self.model, partial(type(self).compute_loss, self))
+            loss = TracedLoss(self.model, partial(type(self).compute_loss, self), self._counted())
             accumulated = self.args.gradient_accumulation_steps
             cluster, arguments = self._workers_of(), self.pipeline_arguments
             self._pipelined = PipelinedModel(loss, arguments, cluster, self._driver_options, batch, accumulated)
+            if self.args.fp16:
+                self.accelerator.scaler = self._pipelined.scale(self.accelerator.scaler)
         if self._random_state is not None:
             self._pipelined.driver.random_state, self._random_state = self._random_state, None
         if isinstance(self.optimizer, OptimizerOfTrainer):
             self.optimizer.bind(self._pipelined.driver)
+            self.optimizer.scaler = self._pipelined.scaler
         return self._pipelined
+
+    def _counted(self) -> Callable[..., Any] | None:
+        """What smoothed labels are a mean over, where the Trainer does not divide by ``num_items_in_batch``."""
+        if self.label_smoother is None or self.compute_loss_func is not None:
+            return None
+        model: Any = self.model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return shifted_labels_that_count if shifts else labels_that_count
 
     def _drop(self) -> None:
         """Take the model from the workers; the cluster goes on."""
         if self._pipelined is not None:
             if isinstance(self.optimizer, OptimizerOfTrainer):
                 self.optimizer.unbind()
+            if self._pipelined.scaler is not None:
+                self.accelerator.scaler = torch.amp.GradScaler("cpu")
+                self.accelerator.scaler.load_state_dict(self._pipelined.scaler.state_dict())
             self._pipelined.driver.close()
         self._pipelined, self._is_stale = None, False
         self._waiting.clear()
@@ -187,6 +210,7 @@ class PipelineTrainer(Trainer):
             self.optimizer = OptimizerOfTrainer(super().create_optimizer(*args, **kwargs), self._stepped)
         if self._pipelined is not None and self._pipelined.model is self.model:
             self.optimizer.bind(self._pipelined.driver)
+            self.optimizer.scaler = self._pipelined.scaler
             self._pipelined.driver.zero_grad()
         return self.optimizer
 
