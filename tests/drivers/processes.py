@@ -100,16 +100,6 @@ def _state(thread):
     return "T"
 
 
-def listeners(processes):
-    """The local addresses, in hexadecimal, on which any of these processes listens for TCP."""
-    inodes = set()
-    for pid in processes:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.update({os.readlink(fd)} if fd.is_symlink() else ())
-    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
-
-
 def listening(processes):
     """The sockets of every kind to which others could connect, of any of these processes, as rows of /proc/net."""
     return {row for pid in processes for row in _listening(pid)}
@@ -130,6 +120,13 @@ def _listening(pid):
             row = line.split()
             if row[inode] in own and is_open(row):
                 yield f"{table} {row[inode]}"
+
+
+def unprobed(processes):
+    """How many connections of TCP of these processes the kernel does not probe while they are quiet."""
+    inodes = {link[8:-1] for pid in processes for link in links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:[")}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[9] in inodes and row[3] == "01" and not row[5].startswith("02:") for row in rows)
 
 
 def open_descriptors():

@@ -7,7 +7,6 @@ import torch
 
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.wire.messages import rpc_values
 from pippy.drivers.wire.messages.rpc_values import RpcValues
 from tests.drivers.failing_model import CUT, SILENCE, UNREADABLE
 from tests.drivers.processes import within
@@ -80,18 +79,3 @@ def test_connections_that_break_at_the_end_are_no_loss():
     watched.values.end()
     future.set_exception(RuntimeError("eof"))
     assert not watched.lost
-
-
-def test_a_new_connection_is_probed_once_so_no_firewall_forgets_it(monkeypatch):
-    """RPC connects with a peer at the first value for it, long after a worker has joined."""
-    probed, under_way = [], []
-    monkeypatch.setattr(rpc_values, "break_silent_connections", probed.append)
-    monkeypatch.setattr(rpc_values.rpc, "deliver", lambda *_: under_way.append(torch.futures.Future()) or under_way[-1])
-    values = RpcValues(str, print, 20.0, quiet=7.0)
-    for peer in (1, 1, 2):
-        values.post(peer, (0, 0, 0), torch.ones(1))
-    assert probed == []
-    for each in under_way:
-        each.set_result(None)
-    assert probed == [7.0, 7.0]
-    values.end()

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 
+from torch.distributed import FileStore
+
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.local.fork_server import BOOT
@@ -256,7 +258,8 @@ class LocalEngine:
                 rpc.serve_nothing()
                 rpc.join(CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, "uv", "lo")
                 self.joined = True
-                rpc.close_ports(CONTROLLER, self._rpc_names, f"{self.config.directory}/store")
+                store = FileStore(f"{self.config.directory}/store", len(self.config.names) + 1)
+                rpc.close_ports(CONTROLLER, self._rpc_names, store, timeout, self.config.timeout)
                 outcome.append(None)
             except BaseException as error:
                 outcome.append(error)

@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 
-from pippy.drivers.protocol.urgent import Invite, Ping
+from pippy.drivers.protocol.urgent import Invite
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
@@ -42,8 +42,6 @@ class FarPeers:
         """Open a door for a peer, and return its place; None if it cannot be opened."""
         if self.address is None:
             return None
-        # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
-        rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
         return Door(self.address, [guest], self._take, 2 * self.within).invitation
 
     def dial(self, peer: int) -> None:

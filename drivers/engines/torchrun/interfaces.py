@@ -42,7 +42,7 @@ def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
     torch would choose the address of the host's name, which other hosts often cannot reach. The text says what is wrong with an
     interface that the environment names.
     """
-    if rank_info.local_world_size == rank_info.world_size:
+    if rank_info.one_host:
         return link_named(LOOPBACK), ""
     if (named := interface_from_environment()) is None:
         return link_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ""

@@ -44,10 +44,12 @@ class Meeting:
         near: the workers that these connections reach.
         link: the network interface of this host on which this rank listens.
         number: how many meetings there were at this store before: torchrun may use one store for several starts of the ranks.
+        store: the store.
     """
 
     addresses: list[Address]
     routes: Routes
+    store: Store
     sockets: SocketPair | None = None
     connections: ControllerConnections = field(default_factory=ControllerConnections)
     near: frozenset[int] = frozenset()
@@ -104,7 +106,7 @@ def meet(
             f"{routes}"
         )
     addresses = [Address(name, *at[i][:2]) for i, name in enumerate(names)]
-    meeting = Meeting(addresses, routes, link=link, number=meeting_number)
+    meeting = Meeting(addresses, routes, root_store, link=link, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
     return meeting

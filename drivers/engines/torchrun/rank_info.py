@@ -29,6 +29,11 @@ class RankInfo:
         return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *local, controller_hosts)
 
     @property
+    def one_host(self) -> bool:
+        """Whether one torchrun has started all ranks."""
+        return self.local_world_size == self.world_size
+
+    @property
     def workers(self) -> int:
         """How many workers there are."""
         return self.world_size - (not self.controller_hosts)

@@ -32,7 +32,7 @@ from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.local.launch_config import CONTROLLER
 from pippy.drivers.engines.routes import on_devices
-from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, link_of_rank
+from pippy.drivers.engines.torchrun.interfaces import link_of_rank
 from pippy.drivers.engines.torchrun.meeting import Meeting, meet
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
@@ -162,17 +162,22 @@ def _worker(
     )
 
 
-def _join(rank_info: RankInfo, timeout: float, link: NetworkInterface, number: int = 0) -> None:
-    name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
+def _join(rank_info: RankInfo, met: Meeting, timeout: float, quiet: float) -> None:
+    """Join the group of RPC, and connect with all others. In the end no rank listens any more."""
+    names = [CONTROLLER, *(rank_info.rpc_name(rank_info.worker_of(rank)) for rank in range(1, rank_info.world_size))]
+    place = rank_info.rank, rank_info.world_size, "env://", "uv", met.link.interface
     try:
-        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link.interface, timeout, number)
-    except RuntimeError as error:
+        rpc.join(names[rank_info.rank], *place, timeout, met.number)
+        if rank_info.rank == 0:
+            rpc.close_ports(CONTROLLER, names[1:], met.store, timeout, quiet, met.number)
+    except (RuntimeError, OSError) as error:
         raise ClusterError(
-            f"rank {rank_info.rank} has met the others at torchrun's store, and did not get a connection with each of them, "
-            f"though it tried for start_timeout ({timeout:g} s), up to five times. Every rank listens on ports that its system "
-            f"chooses, here at {link.address} of the interface {link.interface}: a firewall must let the others through to "
-            f"these; TP_SOCKET_IFNAME names another interface. The first line of RPC's error: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"rank {rank_info.rank} has met the others at torchrun's store, and not all ranks got a connection with each other,"
+            f" though they tried for start_timeout ({timeout:g} s), up to five times. Until it has these, every rank listens on"
+            f" ports that its system chooses, here at {met.link.address} of the interface {met.link.interface}: a firewall must"
+            f" let the others through to these; TP_SOCKET_IFNAME names another interface. If a stranger, as a port scan,"
+            f" connects there meanwhile, RPC lets in nobody else: start the job again, which torchrun --max-restarts 3 does by"
+            f" itself. The first line of RPC's error: {str(error).strip().splitlines()[0]}"
         ) from error
 
 
@@ -180,7 +185,7 @@ def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: fl
     """Run a worker until the controller closes the cluster, then leave the script."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    _join(rank_info, start_timeout, met.link, met.number)
+    _join(rank_info, met, start_timeout, timeout)
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
@@ -198,7 +203,7 @@ def _control(
     connects_hosts: bool,
 ) -> Cluster:
     engine = TorchrunEngine(
-        rank_info, worker, met, timeout, lambda within: _join(rank_info, within, met.link, met.number), connects_hosts
+        rank_info, worker, met, timeout, lambda within: _join(rank_info, met, within, timeout), connects_hosts
     )
     session = start(engine, timeout, start_timeout)
     global _was_open

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rpc import constants
 
-from pippy.drivers.wire.messages.listening_sockets import stop_listening
+from pippy.drivers.wire.messages.listening_sockets import Ends, connections, hang_up_on_strangers, stop_listening
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.silent_connections import break_silent_connections
 from pippy.drivers.wire.messages.stderr_filter import StderrFilter
@@ -183,16 +183,26 @@ def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> 
             return
 
 
-def close_ports(name: str, others: Sequence[str], store: str) -> None:
-    """Let no process of this group listen any more, once each has a connection to each. For groups that met in a file.
+def close_ports(
+    name: str, others: Sequence[str], store: dist.Store, within: float, quiet: float, group: int = 0
+) -> None:
+    """Connect each process of a group with each; then let none listen any more. One calls this, when all have joined.
 
-    RPC connects when a process first calls another, so all call all. In the others no socket listens but what RPC and its
-    process group made; this process may have others, so it closes only the port that RPC noted in the ``store``.
+    RPC connects when a process first calls another, so all call all. Then each closes the port that RPC has noted in the
+    ``store`` for this ``group``, and hangs up on strangers that came there before: they could speak later. The connections
+    are probed when they are ``quiet`` for so many seconds, or a firewall might forget them.
+
+    Raises a RuntimeError, or a TimeoutError after ``within`` seconds, if two do not get a connection.
     """
-    torch.futures.wait_all([_call(each, _connect, (name, *others)) for each in others])
-    torch.futures.wait_all([_call(each, stop_listening) for each in others])
-    noted = dist.PrefixStore("rpc_prefix_0", dist.FileStore(store, len(others) + 1)).get(f"addrs/{name}")
-    stop_listening(int(noted.rpartition(b":")[2]))
+    noted = dist.PrefixStore(f"rpc_prefix_{group}", store)
+    ports = {each: int(noted.get(f"addrs/{each}").rpartition(b":")[2]) for each in (name, *others)}
+    asked = {each: _call(each, _connect, [to for to in ports if to != each], within) for each in others}
+    found = {name: _connect(others, within), **dict(zip(asked, _answers(asked.values(), within)))}
+    if without := [f"{each}: {why}" for each, why in found.items() if isinstance(why, str)]:
+        raise ConnectionError("; ".join(without))
+    peers = {each: [ends for other, ends in found.items() if other != each] for each in ports}
+    _answers([_call(each, _close_port, ports[each], peers[each], quiet) for each in others], within)
+    _close_port(ports[name], peers[name], quiet)
 
 
 def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Pickled]":
@@ -218,9 +228,28 @@ def _answer(pickled: Pickled) -> Pickled:
     return answer_at_once(_serving().urgent, pickled)
 
 
-def _connect(to: Sequence[str]) -> None:
-    for other in to:
-        rpc.rpc_sync(other, os.getpid, timeout=0)
+def _connect(to: Sequence[str], within: float) -> set[Ends] | str:
+    """The connections of this process, once it has one to each of these; or why it has not. RPC prints what a call raises."""
+    try:
+        _answers([_call(other, os.getpid) for other in to], within)
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return connections()
+
+
+def _close_port(port: int, peers: Sequence[set[Ends]], quiet: float) -> None:
+    stop_listening(port)
+    hang_up_on_strangers(port, peers)
+    break_silent_connections(quiet)
+
+
+def _answers(calls: Iterable["torch.futures.Future[Any]"], within: float) -> list[Any]:
+    """What these calls give. Raises if one fails, or takes longer."""
+    calls = list(calls)
+    wait_all(calls, within)
+    if late := sum(not each.done() for each in calls):
+        raise TimeoutError(f"{late} of {len(calls)} processes did not answer within {within:g} s")
+    return [each.value() for each in calls]
 
 
 def _take_report(by: int, peer: int, how: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from torch.futures import Future
 
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.silent_connections import break_silent_connections
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.worker_transport import WorkerTransport
@@ -39,22 +38,18 @@ class RpcValues:
 
     RPC raises nothing where the value is waited for: a connection that breaks fails the sender's call, and one that is cut
     without a word fails nothing. So the sender watches its calls: a peer must take up a value within ``seconds``, and a second
-    more for each MiB of it, or of those that are under way before it. A connection that is quiet for ``quiet``
-    seconds is probed.
+    more for each MiB of it, or of those that are under way before it.
 
     >>> from torch.futures import Future
     >>> RpcValues(str, lambda peer, how: print(peer, how), 0.01).watch(2, 8, Future()).join(1)
     2 it has not taken up a value of 8 bytes within 0.01 s
     """
 
-    def __init__(
-        self, name: Callable[[int], str], lost: Callable[[int, str], None], seconds: float, quiet: float = 5.0
-    ) -> None:
-        self.name, self.lost, self.seconds, self.quiet = name, lost, seconds, quiet
+    def __init__(self, name: Callable[[int], str], lost: Callable[[int, str], None], seconds: float) -> None:
+        self.name, self.lost, self.seconds = name, lost, seconds
         self._changed = threading.Condition()
         self._under_way: dict[int, _UnderWay] = {}
         self.lost_peers: set[int] = set()
-        self._reached: set[int] = set()
         self._number = 0
         self._idle = self._ended = False
         self._watcher: threading.Thread | None = None
@@ -67,9 +62,6 @@ class RpcValues:
         except ConnectionError as error:
             self.note_lost(to, f"the connection broke: {_first_line(error)}")
         else:
-            if to not in self._reached:  # this has connected the two; a firewall may forget a connection that is quiet
-                self._reached.add(to)
-                future.add_done_callback(lambda _: break_silent_connections(self.quiet))
             self.watch(to, len(pickled.data) + sum(tensor.nbytes for tensor in pickled.tensors), future)
 
     def watch(self, to: int, size: int, future: "Future[Any]") -> threading.Thread:
@@ -154,7 +146,7 @@ def transport_by_rpc(
         rpc.report_lost(reports_to, index, peer, how)  # first: it says more than that the worker cannot go on
         transport.mark_lost(peer)
 
-    values = RpcValues(name, lost, timeout + BEYOND, timeout)
+    values = RpcValues(name, lost, timeout + BEYOND)
     transport = WorkerTransport(index, post=values.post, lost=values.note_lost, **options)
     return transport, values
 

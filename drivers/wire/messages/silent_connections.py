@@ -4,6 +4,7 @@ import math
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 
 SILENT = 4  # times the seconds between two probes, until a connection is broken
@@ -23,11 +24,10 @@ def break_silent_connections(seconds: float) -> None:
     >>> end.close(), door.close()
     (None, None)
     """
-    for fd in filter(_is_socket, map(int, os.listdir("/proc/self/fd"))):
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:  # an OSError: it is not connected
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                found.getpeername()
-                break_when_silent(found, seconds, SILENT * max(1, math.ceil(seconds)))
+    for _, found in tcp_sockets():
+        with suppress(OSError):  # it is not connected
+            found.getpeername()
+            break_when_silent(found, seconds, SILENT * max(1, math.ceil(seconds)))
 
 
 def break_when_silent(end: socket.socket, quiet: float, silent: float) -> None:
@@ -44,6 +44,19 @@ def break_when_silent(end: socket.socket, quiet: float, silent: float) -> None:
     # what was sent and is not acknowledged counts, too, and is not probed
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(silent * 1000))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """The sockets of TCP of this process, whoever opened them: the descriptor, and another of the same socket, until the next.
+
+    >>> with socket.create_server(("127.0.0.1", 0)) as door:
+    ...     door.fileno() in [fd for fd, _ in tcp_sockets()]
+    True
+    """
+    for fd in filter(_is_socket, map(int, os.listdir("/proc/self/fd"))):
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:  # an OSError: it is closed by now
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield fd, found
 
 
 def _is_socket(fd: int) -> bool:

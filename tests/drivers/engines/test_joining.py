@@ -7,7 +7,9 @@ import socket
 from torch.distributed import TCPStore
 
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.torchrun.interfaces import link_named
+from pippy.drivers.engines.torchrun.meeting import Meeting
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun import _join
@@ -46,8 +48,8 @@ def test_a_rank_that_others_do_not_connect_with_does_not_wait_for_ever(monkeypat
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # noqa: F841
-            _join(RankInfo(0, 2, 0, 2, True), 1.0, link_named("lo"))
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            _join(RankInfo(0, 2, 0, 2, True), Meeting([], Routes((), (), ()), store, link=link_named("lo")), 1.0, 5.0)
         except ClusterError as error:
             os.write(writing, str(error).encode())
         finally:

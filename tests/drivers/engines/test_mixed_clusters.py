@@ -27,18 +27,13 @@ def test_two_workers_here_and_two_there(tmp_path):
             "worker0, worker1: shared memory\nworker2, worker3: shared memory\nbetween these lines: TCP"
         )
         pids = [int(pid) for pid in line.split()[1:]]
-        assert not [row for row in listening(pids) if not row.startswith("tcp")]
+        assert not listening(pids), "all are connected, and a value by RPC connects nobody"
         assert not list(tmp_path.glob("pippy-*"))
         with watched(*pids, within=10):
             lines = lines_until(process, "lost")
             process.communicate(timeout=20)
             assert process.returncode != 0
     by_rpc = {tuple(line.split()[1:]) for line in lines if line.startswith("RPC")}
-    asked = {(rank, to) for rank, kind, to in by_rpc if kind == "urgent"}
-    both_ways = {("1", "worker2"), ("2", "worker1")}
-    assert both_ways <= asked, (
-        "or the first value would connect: a worker that has no descriptor then is ended by torch"
-    )
     values = {(rank, to) for rank, kind, to in by_rpc if kind == "deliver"}
     assert values == {("0", "worker3"), ("3", "controller")}, "no port of worker 3 can be reached, as behind a firewall"
     by_tcp = [tuple(line.split()[1:]) for line in lines if line.startswith("TCP")]

@@ -13,7 +13,7 @@ from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.keyed_run import numbers_of_training
-from tests.drivers.processes import listeners, listening, watched
+from tests.drivers.processes import listening, watched
 from tests.drivers.thread_cluster import thread_cluster
 from tests.drivers.torchrun_jobs import ROOT, ready, started
 
@@ -57,8 +57,7 @@ def test_a_killed_controller_ends_the_job():
         pids = ready(process)
         with watched(*pids, within=10):
             assert process.stdout.readline() == "in the step\n"
-            assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000"}  # loopback, as this is one host
-            assert not [row for row in listening(pids) if not row.startswith("tcp")]
+            assert not listening(pids)
             os.kill(pids[0], signal.SIGKILL)
             process.communicate(timeout=20)
             assert process.returncode != 0

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
 from pippy.drivers.engines.torchrun import far_peers, neighbours, reach
@@ -25,9 +24,6 @@ GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 @contextmanager
 def for_values(monkeypatch):
     """A worker's door for another one of another host."""
-    answered = torch.futures.Future()
-    answered.set_result(None)
-    monkeypatch.setattr(far_peers.rpc, "urgent", lambda *given: answered)
     taken = queue.SimpleQueue()
     peers = far_peers.FarPeers(0, str, [GUEST], "127.0.0.1", 20.0, lambda peer, end: taken.put((peer, end)))
     yield peers.invite(GUEST)

@@ -1,0 +1,97 @@
+"""Strangers at the ports of a torchrun job: while it starts they can spoil the start, and later nothing."""
+
+import os
+import signal
+import socket
+from contextlib import ExitStack, suppress
+
+from torch.distributed import TCPStore
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.engines.torchrun import torchrun
+from pippy.drivers.engines.torchrun.interfaces import link_named
+from pippy.drivers.engines.torchrun.meeting import Meeting
+from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.wire.messages import rpc
+from tests.drivers.processes import listening, unprobed, watched, within
+from tests.drivers.strangers import HTTP, attack, half_open, ports_of, say
+from tests.drivers.torchrun_jobs import ROOT, started, tell
+
+SCRIPT = str(ROOT / "tests/drivers/strangers_script.py")
+STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are_sent_away():
+    """RPC reads a length from each connection, and where that is much, ends its process: here from one that came early."""
+    with started(*STANDALONE, "2", SCRIPT, HOSTS="a b") as process, ExitStack() as stack:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[2] == "listening\n", (lines, process.communicate(timeout=20))
+        pids = [int(line.split()[-1]) for line in lines[:2]]
+        places = ports_of(pids)
+        assert [address for address, _ in places] == ["127.0.0.1"] * 2, "as this is one host"
+        early = [end for place in places for end in stack.enter_context(half_open(place, 20))]
+        tell(process, "")
+        assert process.stdout.readline() == "open TCP\n", process.communicate(timeout=20)
+        assert not listening(pids)
+        with within(5):
+            while unprobed(pids):  # what was just sent is not acknowledged yet
+                os.sched_yield()
+        for end in early:
+            say(end, HTTP)
+        for place in places:
+            attack(place)
+        for _ in range(2):
+            tell(process, "step")
+            assert process.stdout.readline() == "equal to plain training\n", process.communicate(timeout=20)
+        tell(process, "end")
+        _, error = process.communicate(timeout=20)
+        assert process.returncode == 0, error
+
+
+def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so(monkeypatch):
+    """RPC lets nobody else in. Ranks 1 and 2 have no connection yet. Each is a process of its own, which can join once."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    (reading, writing), pids = os.pipe(), []
+    for rank in (1, 2, 0):
+        if (pid := os.fork()) == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what RPC says of it
+                rpc.close_ports = scanned_first(rpc.close_ports, pids)
+                place = Meeting([], Routes((), (), ()), store, link=link_named("lo"))
+                torchrun._join(RankInfo(rank, 3, rank, 3, True), place, 5.0, 5.0)
+                signal.pause()
+            except ClusterError as error:
+                os.write(writing, str(error).encode())
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(writing)
+    with watched(*pids), within(10):
+        os.waitpid(pids.pop(), 0)
+        for each in pids:
+            os.kill(each, signal.SIGKILL)
+            os.waitpid(each, 0)
+        with open(reading) as told:
+            text = told.read()
+    assert "not all ranks got a connection with each other" in text and "worker1: ECONNREFUSED" in text
+    assert (
+        "If a stranger, as a port scan, connects there meanwhile, RPC lets in nobody else: start the job again" in text
+    )
+
+
+def scanned_first(close_ports, pids):
+    """A stranger comes to the ports of these processes, and leaves; they have seen it before their ports are to be closed."""
+
+    def scanned(*arguments):
+        for place in ports_of(pids):
+            with suppress(ConnectionRefusedError):  # it was gloo's
+                say(socket.create_connection(place))
+        while ports_of(pids):
+            os.sched_yield()
+        close_ports(*arguments)
+
+    return scanned
