@@ -10,8 +10,8 @@ what a gradient of an input needs, and W the rest. What I computes by the way, a
 """
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,12 +34,14 @@ _ONLY_SHAPES = {
 class Piece:
     """A graph of its own, and the nodes of the joint graph that its inputs and outputs are.
 
-    The module takes one list, and empties it: so a value is freed right after the operation that reads it last.
+    The last inputs may be ``sums`` of gradients, to which the piece adds: with each the number of the parameter. The module
+    takes one list, and empties it: so a value is freed right after the operation that reads it last.
     """
 
     module: fx.GraphModule
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node | None]
+    sums: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
 class TakesAList(CodeGen):
@@ -198,7 +200,7 @@ def without_draws(piece: Piece) -> tuple[fx.GraphModule, Piece] | None:
             copies[node] = rest.node_copy(node, copies.__getitem__)
     for graph in (drawing, rest):
         graph.set_codegen(TakesAList())
-    taker = Piece(fx.GraphModule(piece.module, rest), [*piece.inputs, *drawn], piece.outputs)
+    taker = Piece(fx.GraphModule(piece.module, rest), [*piece.inputs, *drawn], piece.outputs, piece.sums)
     return fx.GraphModule(piece.module, drawing), taker
 
 

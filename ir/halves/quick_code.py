@@ -23,7 +23,7 @@ _FUNCTIONS = {
     }.items()
     for name in names.split()
 }
-_METHODS = {getattr(_ATEN, name).default: name for name in ("view", "expand", "permute")}
+_METHODS = {getattr(_ATEN, name).default: name for name in ("view", "expand", "permute")} | {_ATEN.add_.Tensor: "add_"}
 
 
 def quick_code(piece: Piece) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
@@ -35,7 +35,7 @@ def quick_code(piece: Piece) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
             copies[node] = copies[node.args[0]]
         elif node.target in _METHODS:
             args = fx.node.map_arg(node.args, copies.__getitem__)
-            copies[node] = graph.call_method(_METHODS[node.target], args)
+            copies[node] = graph.call_method(_METHODS[node.target], args, node.kwargs)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.target in _FUNCTIONS:

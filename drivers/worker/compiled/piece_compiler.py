@@ -2,7 +2,8 @@
 
     a piece ─▶ its text, shapes and constants ─▶ a key ─▶ the backend compiles it, or has it
 
-Random numbers are drawn in front of the compiled code, by the same operations in the same order as without.
+Random numbers are drawn in front of the compiled code, by the same operations in the same order as without. Products that go
+into sums of gradients follow behind it.
 """
 
 import os
@@ -19,8 +20,10 @@ from pippy.drivers.worker.compiled.inductor import Inductor
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import shortened
+from pippy.ir.halves.adding_up import Parted, without_sums
 from pippy.ir.halves.joint import draws_or_seeds
 from pippy.ir.halves.pieces import Piece, without_draws
+from pippy.ir.halves.quick_code import quick_code
 
 
 class NotCompiled(StageError):
@@ -59,6 +62,9 @@ class PieceCompiler:
             if code is None or isinstance(code, NotCompiled):
                 return code
             return _drawing(draw, code)
+        if (parted := without_sums(piece)) is not None:
+            code = self._code(parted.rest, wait)
+            return code if code is None or isinstance(code, NotCompiled) else _adding(parted, code)
         if not any(node.op == "call_function" for node in piece.module.graph.nodes):
             return piece.module
         key = _key(piece)
@@ -102,6 +108,21 @@ def _share_the_cores() -> None:
 
 def _drawing(draw: Code, code: Code) -> Code:
     return lambda values: code([*values, *draw([])])
+
+
+def _adding(parted: Parted, code: Code) -> Code:
+    add, passed, kept = quick_code(parted.sums), parted.passed, parted.kept
+
+    def run(values: list[torch.Tensor]) -> Sequence[Any]:
+        taken, given = [values[at] for at in kept], [values[at] for at in passed]
+        values.clear()
+        results = list(code(given))
+        outputs = results[: len(results) - made]
+        add([*taken, *results[len(outputs) :]])
+        return outputs
+
+    made = len(parted.sums.inputs) - len(kept)
+    return run
 
 
 def _key(piece: Piece) -> str:

@@ -21,7 +21,7 @@ from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import filled
 from pippy.drivers.worker.compiled.backend import Code, one_at_a_time
 from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
-from pippy.drivers.worker.halves.split_backward import add_to_grads
+from pippy.drivers.worker.halves.split_backward import add_to_grads, sum_for
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
 from pippy.ir.base.compiled_modules import following_compiled
@@ -30,6 +30,7 @@ from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.base.trees import children, describe, item_names, leaves, map_tensors, tensors
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.halves.adding_up import adding_up
 from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
 from pippy.ir.halves.pieces import Piece, Pieces
 from pippy.ir.halves.quick_code import quick_code
@@ -274,6 +275,7 @@ class RecordedForm:
         usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
         self.cut = self._cut(usual, None)
         self.backwards: dict[Any, Pieces] = {self._tangent_key(usual): self.cut}
+        self._adding: dict[int, Piece] = {}
 
     def _outputs(self) -> Any:
         with self.fakes.mode:
@@ -349,11 +351,24 @@ class RecordedForm:
             self._is_first = False
             return quick_code(piece)
         cut = self.cut
-        backward = (cut.backward_input, cut.backward_weight) if self._halves else (cut.backward,)
+        backward = (cut.backward_input, self.weights(cut)) if self._halves else (self.whole(cut),)
         pieces = {id(each): each for each in (piece, cut.forward, *backward)}
         missing = [each for number, each in pieces.items() if number not in self._codes]
         self._codes.update(zip(map(id, missing), self.graphs.codes(missing)))
         return self._codes[id(piece)]
+
+    def whole(self, cut: Pieces) -> Piece:
+        """The piece B of a cut, which adds up gradients."""
+        return self._adding_up(cut.backward, cut)
+
+    def weights(self, cut: Pieces) -> Piece:
+        """The piece W of a cut, which adds up gradients."""
+        return self._adding_up(cut.backward_weight, cut)
+
+    def _adding_up(self, piece: Piece, cut: Pieces) -> Piece:
+        if id(piece) not in self._adding:
+            self._adding[id(piece)] = adding_up(piece, cut.joint.held)
+        return self._adding[id(piece)]
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
         """The cut for gradients of outputs of a form."""
@@ -407,9 +422,7 @@ class GraphRun:
         values = self._begin(output_grads)
         if self.cut is None:
             return self._none()
-        results = self._run(self.cut.backward, values)
-        self._accumulate(results[len(self.cut.joint.given) :])
-        return self._of_inputs(results)
+        return self._of_inputs(self._accumulated(self.form.whole(self.cut), values))
 
     def _backward_input(self, output_grads: Any) -> tuple[Any, ...]:
         values = self._begin(output_grads)
@@ -428,7 +441,7 @@ class GraphRun:
         if self.cut is not None:
             handed, self.handed = self.handed, []
             self._check(handed)
-            self._accumulate(self._run(self.cut.backward_weight, dict(zip(self.cut.handed, handed))))
+            self._accumulated(self.form.weights(self.cut), dict(zip(self.cut.handed, handed)))
         return ()
 
     def _begin(self, output_grads: Any) -> dict[Any, torch.Tensor]:
@@ -456,9 +469,17 @@ class GraphRun:
         values.clear()
         return list(self.form.call(piece, given))
 
-    def _accumulate(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _accumulated(self, piece: Piece, values: dict[Any, torch.Tensor]) -> list[Any]:
+        """Run a piece, and add the gradients of parameters to their `.grad`, as far as the piece does not. Gives the others."""
         held = self.form.graphs.held()
-        add_to_grads((parameter, each) for parameter, each in zip(held, gradients) if each is not None)  # type: ignore[misc]
+        sums = {node: sum_for(held[at]) for node, at in piece.sums.items()}
+        apart = [(held[at], sums[node]) for node, at in piece.sums.items() if sums[node] is not held[at].grad]
+        values.update(sums)
+        results = self._run(piece, values)
+        begin = len(results) - len(held)
+        rest = [(parameter, each) for parameter, each in zip(held, results[begin:]) if each is not None]
+        add_to_grads([*rest, *apart])  # type: ignore[list-item]
+        return results[:begin]
 
     def _of_inputs(self, results: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
         items = iter(results)

@@ -171,8 +171,8 @@ def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None 
         and type(weight) in (nn.Parameter, FakeTensor)
         and x.layout is torch.strided
         and _same_dtype(x, weight, bias)
-        and not _has_hooks(weight)
-        and (bias is None or not _has_hooks(bias))
+        and not has_hooks(weight)
+        and (bias is None or not has_hooks(bias))
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
@@ -193,7 +193,7 @@ def _as_computed(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether a parameter has hooks; autograd must compute its gradient, to call them once, with all of it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 

@@ -41,7 +41,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
 from pippy.drivers.worker.halves.choose_layers import deferrable_layers
-from pippy.drivers.worker.halves.deferred_layers import LayerCall
+from pippy.drivers.worker.halves.deferred_layers import LayerCall, has_hooks
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import tensors
 from pippy.ir.run.stage_backward import stage_backward
@@ -143,7 +143,24 @@ def _add_to_grad(gradients: dict[nn.Parameter, torch.Tensor]) -> None:
         )
 
 
-def _is_added_to(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+def sum_for(parameter: torch.Tensor) -> torch.Tensor:
+    """What gradients of a parameter can be added to in place: its `.grad`, if autograd would do no more, or a tensor of zeros.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> sum_for(weight) is weight.grad, weight.grad
+    (True, tensor([0., 0.]))
+    """
+    own = parameter.grad
+    if own is None:
+        own = torch.zeros_like(parameter)
+        if not has_hooks(parameter):
+            parameter.grad = own
+        return own
+    alike = own.stride() == parameter.stride() and _is_added_to(parameter, parameter)
+    return own if alike else torch.zeros_like(parameter)
+
+
+def _is_added_to(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether autograd would only add a gradient to the one that is there: a tenth of its time is enough for that."""
     own = parameter.grad
     return (
@@ -151,8 +168,7 @@ def _is_added_to(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         and own.layout is gradient.layout is torch.strided
         and own.dtype is gradient.dtype
         and not own.requires_grad
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
+        and not has_hooks(parameter)
     )
 
 

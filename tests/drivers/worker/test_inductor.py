@@ -15,8 +15,15 @@ from pippy.drivers.worker.compiled.backend import CalledBackend
 from pippy.drivers.worker.compiled.inductor import Inductor
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
+from pippy.ir.halves import adding_up
 from pippy.ir.run.stage_backward import stage_backward
 from tests.drivers.test_driver import assert_bits
+
+
+@pytest.fixture(autouse=True)
+def adds_up_all_sizes(monkeypatch):
+    """Pieces add up the gradients of these small parameters, too."""
+    monkeypatch.setattr(adding_up, "_WORTH_IT", 0)
 
 
 def layers():

@@ -12,8 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import leaves, tensors
+from pippy.ir.halves import adding_up
 from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.run.stage_run import as_leaf
+
+
+@pytest.fixture(autouse=True)
+def adds_up_all_sizes(monkeypatch):
+    """Pieces add up the gradients of these small parameters, too."""
+    monkeypatch.setattr(adding_up, "_WORTH_IT", 0)
 
 
 class Block(nn.Module):
@@ -409,3 +416,32 @@ def test_what_is_kept_is_held_by_the_piece_alone_while_that_runs(monkeypatch, wa
     monkeypatch.setattr(run.form, "call", watched)
     getattr(run, way)(torch.ones(4, 8))
     assert freed == [True]
+
+
+GIVEN = {
+    "hook": lambda weight: weight.register_hook(lambda gradient: 2 * gradient),
+    "hook behind": lambda weight: weight.register_post_accumulate_grad_hook(lambda each: (each.grad.mul_(3), None)[1]),
+    "other strides": lambda weight: setattr(weight, "grad", torch.ones(8, 8).t()),
+    "a gradient that requires one": lambda weight: setattr(weight, "grad", torch.ones(8, 8, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_gradient_that_autograd_does_more_with_is_added_by_it(given, halves):
+    stage = nn.Linear(8, 8, bias=False)
+    plain = copy.deepcopy(stage)
+    for each in (stage, plain):
+        GIVEN[given](each.weight)
+    graphs = StageGraphs("stage", stage)
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        run = graphs.forward([x], halves=halves)[1]
+        if halves:
+            run.backward_input(torch.ones(4, 8))
+            run.backward_weight()
+        else:
+            run.backward(torch.ones(4, 8))
+        plain(x).sum().backward()
+    assert torch.equal(stage.weight.grad, plain.weight.grad)
+    assert stage.weight.grad.stride() == plain.weight.grad.stride()
