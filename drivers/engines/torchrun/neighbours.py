@@ -16,7 +16,7 @@ from functools import partial
 
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, hand_over, take_over, two_pairs
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, hand_over_pairs, take_over
 
 
 @dataclass
@@ -113,21 +113,9 @@ def _come_in(board: RankBoard, first: int) -> SocketPair | None:
         try:
             with come_in(Invitation.of_line(line), board.rank, board.timeout) as end:
                 end.settimeout(board.timeout)
-                own, why = _handed_over(end)
+                own, why = hand_over_pairs(end)
             why = why and f"rank {first} could not let it in: {why}"
         except OSError as error:
             why = f"{type(error).__name__}: {error}"
     board.write("has come in", why)
     return own
-
-
-def _handed_over(end: socket.socket) -> tuple[SocketPair | None, str]:
-    """Make two sockets, and hand their other ends to the first rank. Returns this rank's ends, or None and why not."""
-    with ExitStack() as used, ExitStack() as undo:
-        own_ends, their_ends = two_pairs()
-        undo.callback(close_all, own_ends)
-        used.callback(close_all, their_ends)
-        if why := hand_over(end, their_ends):
-            return None, why
-        undo.pop_all()
-    return own_ends, ""

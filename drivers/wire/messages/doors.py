@@ -1,15 +1,21 @@
 """Doors: the one way in which processes that do not know each other get a connection, of one host or of two.
 
-A door is open for a moment, for guests that have its invitation: where it is, and two words of 32 random bytes.
+A door is open for guests that have its invitation: where it is, and a secret. Most are open for a moment, and have a secret of
+32 random bytes; that of a cluster which workers join is open as long as the cluster is, and its secret is in a file.
 
-    the guest   connects, and says the first word, its number, and which versions it runs
-    the host    says the second word, that number, and which versions it runs
+    the host    says 32 random bytes, the challenge
+    the guest   says 32 random bytes, its number, which versions it runs, and a proof of all that was said, made with the secret
+    the host    says its versions, and a proof of its own
     the guest   says that it takes the connection
     the host    takes it, too; behind the last guest it closes the door
 
-So all doors refuse alike. Who does not know the first word is told nothing, and nothing that it says is read beyond 32 bytes.
-Who answers and does not know the second is another program. Processes with other versions do not work together. A guest that
-has given up leaves the host without a connection, too. What goes through a connection afterwards is not the door's matter.
+So all doors refuse alike, and no secret travels. Who does not know it is told nothing but the challenge, and nothing that it
+says is read beyond one greeting. Who answers and does not know it is another program. Processes with other versions do not work
+together. A guest that has given up leaves the host without a connection, too. What goes through a connection afterwards is not
+the door's matter: it is neither encrypted nor signed.
+
+Several guests may stand in a door at once, each for a few seconds; where there are too many, the one that has stood there
+longest without a proof is sent away.
 
 Of one host: a door is a unix socket without a name, which this user's processes find among the open files of the process that
 opened it. Both ends also ask the system whether the other belongs to this user. Of two hosts: it is a port of TCP.
@@ -19,6 +25,7 @@ behind which nothing is taken from another host, or from another user.
 """
 
 import hmac
+import math
 import os
 import select
 import shutil
@@ -36,46 +43,70 @@ from pippy.drivers.wire.pollable_event import PollableEvent
 
 THIS_HOST = ""  # the address of a door for processes of this host
 _WORD, _TEXT, _TAKEN = 32, 92, b"+"
-_GREETING = struct.Struct(f"<{_WORD}si{_TEXT}s")  # a word, the guest's number, versions
-_GREETS = 1.0  # seconds that a guest has for its greeting: nobody else comes in meanwhile
+_GREETING = struct.Struct(f"<{_WORD}s{_WORD}si{_TEXT}s")  # a proof, random bytes, the guest's number, versions
+_GREETS = 5.0  # seconds that a guest has for its greeting
+_STANDING = 32  # so many may be without a proof at once
+_BACKLOG = 128  # connections that the system keeps for a door which any number of guests may come to
+_LATEST = 60.0  # seconds until a guest that has proved it takes the connection
+_NO_DESCRIPTOR = 0.05  # seconds to wait for a free one
+_ANOTHER = "another program answers at the place that was opened for this connection"
 _CREDENTIALS = struct.Struct("3i")
 
 Take = Callable[[int, socket.socket], object]
 
 
+class GuestRefused(ConnectionError):
+    """The host has heard the greeting of a guest, and does not let it in; or the guest does not work with this host.
+
+    >>> issubclass(GuestRefused, OSError)
+    True
+    """
+
+
 @dataclass(frozen=True)
 class Invitation:
-    """Where a door is, and what the two ends say there. The port of a unix socket is 0.
+    """Where a door is, and the secret of those who may come in. The port of a unix socket is 0.
 
-    >>> Invitation("10.0.0.2", 40000, b"first", b"second")
+    >>> Invitation("10.0.0.2", 40000, b"secret")
     Invitation(address='10.0.0.2', port=40000)
     """
 
     address: str
     port: int
-    first: bytes = field(repr=False)
-    second: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
 
     def line(self) -> str:
         """The invitation as a line of text.
 
-        >>> Invitation("10.0.0.2", 40000, b"a", b"b").line()
-        '10.0.0.2 40000 61 62'
+        >>> Invitation("10.0.0.2", 40000, b"ab").line()
+        '10.0.0.2 40000 6162'
         """
-        return f"{self.address} {self.port} {self.first.hex()} {self.second.hex()}"
+        return f"{self.address} {self.port} {self.secret.hex()}"
 
     @staticmethod
     def of_line(line: str) -> "Invitation":
         """The invitation that `line` has given."""
-        address, port, *words = line.rsplit(" ", 3)
-        return Invitation(address, int(port), *map(bytes.fromhex, words))
+        address, port, secret = line.rsplit(" ", 2)
+        return Invitation(address, int(port), bytes.fromhex(secret))
+
+
+@dataclass(eq=False)
+class _Standing:
+    """Who stands in a door: what it has said so far, and until when the rest must come."""
+
+    end: socket.socket
+    challenge: bytes
+    until: float
+    said: bytes = b""
+    number: int | None = None  # once it has proved that it knows the secret
 
 
 class Door:
-    """A door at an address of this host, for these ``guests``: their numbers.
+    """A door at an address of this host, for these ``guests``: their numbers. With None any number may come, again and again.
 
     ``take`` is called with the number of each that comes and its connection, on another thread. The door is open until all have
-    come, or for ``within`` seconds, or until it is closed.
+    come, or for ``within`` seconds, or until it is closed. ``port`` and ``secret`` are chosen where they are not given.
+    ``refused`` is called with the connection of a guest that knows the secret and runs other versions, and with the reason.
 
     >>> import queue
     >>> taken = queue.SimpleQueue()
@@ -88,20 +119,33 @@ class Door:
     (None, None)
     """
 
-    def __init__(self, address: str, guests: Collection[int], take: Take, within: float) -> None:
-        self._waiting, self._take, self._end_time = set(guests), take, time.monotonic() + within
+    def __init__(
+        self,
+        address: str,
+        guests: Collection[int] | None,
+        take: Take,
+        within: float,
+        port: int = 0,
+        secret: bytes | None = None,
+        refused: Callable[[socket.socket, str], object] = lambda end, why: None,
+    ) -> None:
+        self._waiting = None if guests is None else set(guests)
+        self._take, self._refused, self._end_time = take, refused, time.monotonic() + within
+        self._standing: dict[int, _Standing] = {}  # by their descriptors, the first comer first
         with ExitStack() as opened:
             if address == THIS_HOST:
                 self._socket, place = _listen_here(opened)
             else:
                 self._socket = opened.enter_context(socket_for(address))
-                self._socket.bind((address, 0))
+                if port:  # which the last cluster may have had a moment ago
+                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._socket.bind((address, port))
                 place = address, self._socket.getsockname()[1]
-            self._socket.listen(len(self._waiting))
+            self._socket.listen(_BACKLOG if self._waiting is None else len(self._waiting))
             self._socket.setblocking(False)
             self._closing = PollableEvent()
             opened.callback(self._closing.close)
-            self.invitation = Invitation(*place, os.urandom(_WORD), os.urandom(_WORD))
+            self.invitation = Invitation(*place, os.urandom(_WORD) if secret is None else secret)
             self._thread = threading.Thread(target=self._let_in, name="pippy door", daemon=True)
             self._opened = opened.pop_all()
             try:
@@ -116,50 +160,117 @@ class Door:
         self._thread.join()
 
     def _let_in(self) -> None:
-        """Wait for the guests, and let nobody else in."""
+        """Let the guests in, and nobody else."""
         with self._opened:
-            while self._waiting and (end := self._next()) is not None:
-                try:
-                    guest = self._welcome(end)
-                except OSError:
-                    end.close()
-                    continue
-                self._waiting.remove(guest)
-                if not self._waiting:
-                    self._opened.close()
-                self._take(guest, end)
+            while self._is_open() and self._serve():
+                pass
+            for each in list(self._standing.values()):
+                self._send_away(each)
 
-    def _next(self) -> socket.socket | None:
-        """The connection of who comes next; None if the door is to be closed."""
-        coming = select.poll()
-        for each in (self._socket, self._closing):
-            coming.register(each, select.POLLIN)
-        while (left := self._end_time - time.monotonic()) > 0:
-            ready = [fd for fd, _ in coming.poll(left * 1000)]
-            if self._closing.fileno() in ready:
-                return None
-            try:
-                return self._socket.accept()[0]
-            except (BlockingIOError, ConnectionError):  # who has come is gone again
-                continue
-            except OSError:  # no descriptor is free
-                return None
-        return None
+    def _is_open(self) -> bool:
+        expects = self._waiting is None or bool(self._waiting)
+        late = any(each.number is not None for each in self._standing.values())
+        return expects and (late or time.monotonic() < self._end_time)
 
-    def _welcome(self, end: socket.socket) -> int:
-        """The number of who has come. Raises OSError unless it is a guest."""
+    def _serve(self) -> bool:
+        """Wait for what comes next, and take it in. Returns False if the door is to be closed."""
+        now, coming = time.monotonic(), select.poll()
+        for fd in (self._closing.fileno(), *self._standing):
+            coming.register(fd, select.POLLIN)
+        limits = [each.until for each in self._standing.values()]
+        if now < self._end_time:
+            coming.register(self._socket, select.POLLIN)
+            limits.append(self._end_time)
+        left = min(limits, default=now) - now
+        for fd, _ in coming.poll(None if left == math.inf else max(0.0, left) * 1000):
+            if fd == self._closing.fileno():
+                return False
+            if fd in self._standing:
+                self._hear(self._standing[fd])
+            elif fd == self._socket.fileno():
+                self._open_to_next()
+        for each in [each for each in self._standing.values() if each.until <= time.monotonic()]:
+            self._send_away(each)
+        return True
+
+    def _open_to_next(self) -> None:
+        """Say the challenge to who comes."""
+        without = [each for each in self._standing.values() if each.number is None]
+        try:
+            end = self._socket.accept()[0]
+        except (BlockingIOError, ConnectionError):  # who has come is gone again
+            return
+        except OSError:  # no descriptor is free
+            if without:
+                self._send_away(without[0])
+            else:
+                time.sleep(_NO_DESCRIPTOR)
+            return
+        if len(without) >= _STANDING:
+            self._send_away(without[0])
         until = min(self._end_time, time.monotonic() + _GREETS)
-        _check_same_user(end)
-        _hear_word(end, self.invitation.first, until)
-        guest, theirs = _hear_rest(end, until)
-        if guest not in self._waiting:
-            raise ConnectionError("it was not invited")
-        end.sendall(_greeting(self.invitation.second, guest))
-        _check_versions(theirs)
-        if _read(end, len(_TAKEN), self._end_time + _GREETS) != _TAKEN:
+        guest = self._standing[end.fileno()] = _Standing(end, os.urandom(_WORD), until)
+        try:
+            _check_same_user(end)
+            end.setblocking(False)
+            end.sendall(guest.challenge)
+        except OSError:
+            self._send_away(guest)
+
+    def _send_away(self, guest: _Standing) -> None:
+        self._standing.pop(guest.end.fileno(), None)
+        guest.end.close()
+
+    def _hear(self, guest: _Standing) -> None:
+        """Take in what a guest says; once it has said all, let it in."""
+        wanted = _GREETING.size + (0 if guest.number is None else len(_TAKEN))
+        try:
+            try:
+                more = guest.end.recv(wanted - len(guest.said))
+            except BlockingIOError:
+                return
+            if not more:
+                raise ConnectionError("it has closed the connection")
+            guest.said += more
+            if len(guest.said) == wanted:
+                if guest.number is None:
+                    self._welcome(guest)
+                else:
+                    self._admit(guest)
+        except OSError:
+            self._send_away(guest)
+
+    def _welcome(self, guest: _Standing) -> None:
+        """Greet who has greeted. Raises OSError unless it is a guest."""
+        number, theirs, random = _checked(self.invitation.secret, b"guest", guest.said, guest.challenge)
+        self._check_invited(number)
+        guest.end.sendall(_greeting(self.invitation.secret, b"host", guest.challenge, random, number))
+        try:
+            _check_versions(theirs)
+        except ConnectionError as error:
+            self._refused(guest.end, str(error))
+            raise
+        guest.number = number
+        guest.until = min(self._end_time, time.monotonic() + _LATEST) + _GREETS
+
+    def _admit(self, guest: _Standing) -> None:
+        """Let in who has taken the connection."""
+        number = guest.number
+        assert number is not None
+        self._check_invited(number)
+        if guest.said[-len(_TAKEN) :] != _TAKEN:
             raise ConnectionError("it does not take the connection")
-        end.settimeout(None)
-        return guest
+        del self._standing[guest.end.fileno()]
+        guest.end.settimeout(None)
+        if self._waiting is not None:
+            self._waiting.remove(number)
+            if not self._waiting:
+                self._opened.close()
+        self._take(number, guest.end)
+
+    def _check_invited(self, number: int) -> None:
+        if self._waiting is not None and number not in self._waiting:
+            raise ConnectionError("it was not invited")
 
 
 def come_in(invitation: Invitation, guest: int, within: float) -> socket.socket:
@@ -170,9 +281,18 @@ def come_in(invitation: Invitation, guest: int, within: float) -> socket.socket:
         place = invitation.address, invitation.port
         end.connect(place[0] if end.family == socket.AF_UNIX else place)
         _check_same_user(end)
-        end.sendall(_greeting(invitation.first, guest))
-        _hear_word(end, invitation.second, until)
-        _check_versions(_hear_rest(end, until)[1])
+        challenge = _read(end, _WORD, until)
+        try:
+            end.sendall(
+                greeting := _greeting(invitation.secret, b"guest", random := os.urandom(_WORD), challenge, guest)
+            )
+            said = _read(end, len(greeting), until)
+        except ConnectionError as error:
+            raise GuestRefused(str(error)) from error
+        number, theirs, again = _checked(invitation.secret, b"host", said, random)
+        if (number, again) != (guest, challenge):
+            raise GuestRefused(_ANOTHER)
+        _check_versions(theirs)
         end.sendall(_TAKEN)
         end.settimeout(None)
         return end
@@ -223,28 +343,32 @@ def _check_same_user(end: socket.socket) -> None:
         raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
 
 
-def _greeting(word: bytes, guest: int) -> bytes:
-    return _GREETING.pack(word, guest, _versions().encode())
+def _greeting(secret: bytes, who: bytes, own: bytes, others: bytes, guest: int) -> bytes:
+    """What ``who`` says that has the random bytes ``own``, to one with ``others``."""
+    text = _versions().encode()
+    return _GREETING.pack(_proof(secret, who, own, others, guest, text.ljust(_TEXT, b"\0")), own, guest, text)
+
+
+def _proof(secret: bytes, who: bytes, own: bytes, others: bytes, guest: int, text: bytes) -> bytes:
+    said = struct.pack(f"<8s{_WORD}s{_WORD}si{_TEXT}s", who, own, others, guest, text)
+    return hmac.digest(secret, said, "sha256")
 
 
 def _versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())[:_TEXT]
 
 
-def _hear_word(end: socket.socket, word: bytes, until: float) -> None:
-    if not hmac.compare_digest(_read(end, _WORD, until), word):
-        raise ConnectionError("another program answers at the place that was opened for this connection")
-
-
-def _hear_rest(end: socket.socket, until: float) -> tuple[int, str]:
-    """The guest's number, and the versions of the other end."""
-    _, guest, theirs = _GREETING.unpack(bytes(_WORD) + _read(end, _GREETING.size - _WORD, until))
-    return guest, theirs.rstrip(b"\0").decode(errors="replace")
+def _checked(secret: bytes, who: bytes, said: bytes, own: bytes) -> tuple[int, str, bytes]:
+    """The guest's number in a greeting, the versions of who said it, and its random bytes. Raises without the right proof."""
+    proof, others, guest, text = _GREETING.unpack(said)
+    if not hmac.compare_digest(proof, _proof(secret, who, others, own, guest, text)):
+        raise GuestRefused(_ANOTHER)
+    return guest, text.rstrip(b"\0").decode(errors="replace"), others
 
 
 def _check_versions(theirs: str) -> None:
     if theirs != (own := _versions()):
-        raise ConnectionError(f"it runs {theirs}, and this process {own}; install the same versions on each host")
+        raise GuestRefused(f"it runs {theirs}, and this process {own}; install the same versions on each host")
 
 
 def _read(end: socket.socket, size: int, until: float) -> bytes:

@@ -31,6 +31,20 @@ def this_host() -> str:
     return f"{running} {mounts} {os.environ.get('PIPPY_HOST', '')}"
 
 
+def shared_memory_of() -> str:
+    """A text that is equal in processes of one user which can share memory.
+
+    >>> shared_memory_of() == shared_memory_of()
+    True
+    """
+    try:
+        descriptor, _ = create_shared(4096)
+    except (OSError, AttributeError):
+        return f"{this_host()} {os.getpid()}"
+    os.close(descriptor)
+    return f"{this_host()} {os.geteuid()}"
+
+
 def two_pairs() -> tuple[SocketPair, SocketPair]:
     """The two ends of two sockets. Only processes that get an end can use it."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -64,6 +78,25 @@ def hand_over(end: socket.socket, sockets: Sequence[socket.socket]) -> str:
         socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in sockets)])
         answer = end.recv(4096)
         return "" if answer == _TAKEN else answer.decode() or "it is not there"
+
+
+def hand_over_pairs(end: socket.socket) -> tuple[SocketPair | None, str]:
+    """Make two sockets, and hand their other ends to another process. Returns the own ends, or None and why it took none.
+
+    >>> import threading
+    >>> here, there = socket.socketpair()
+    >>> thread = threading.Thread(target=lambda: close_all(take_over(there, 2)))
+    >>> thread.start(); own, why = hand_over_pairs(here); thread.join()
+    >>> close_all([here, there, *own])
+    """
+    with ExitStack() as used, ExitStack() as undo:
+        own_ends, their_ends = two_pairs()
+        undo.callback(close_all, own_ends)
+        used.callback(close_all, their_ends)
+        if why := hand_over(end, their_ends):
+            return None, why
+        undo.pop_all()
+    return own_ends, ""
 
 
 def take_over(end: socket.socket, count: int) -> tuple[socket.socket, ...]:

@@ -88,7 +88,7 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
     [
         (handed_sockets, "create_shared", OSError(38, "not here"), "OSError: .*not here"),
         (doors, "_check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
-        (neighbours, "two_pairs", OSError(24, "Too many open files"), "Too many open files"),
+        (handed_sockets, "two_pairs", OSError(24, "Too many open files"), "Too many open files"),
         (handed_sockets, "map_shared", OSError(12, "no memory"), "^rank 0 could not let it in: .*no memory"),
     ],
 )

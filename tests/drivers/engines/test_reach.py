@@ -60,7 +60,7 @@ def test_a_port_that_nobody_answers_at_is_given_up_in_time():
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        invitation = Invitation(*full.getsockname(), bytes(32), bytes(32))
+        invitation = Invitation(*full.getsockname(), bytes(32))
         with socket.create_connection(full.getsockname()), within(5):
             failed = out_of_reach(0, {1: invitation, 2: open_door.invitation}, 0.2)
     assert failed == {1: "no answer within 0.2 s"}

@@ -1,6 +1,7 @@
 """Who comes to a door and is not its guest is refused in time, and the guest still comes in; who else answers is found out."""
 
 import gc
+import math
 import os
 import queue
 import socket
@@ -64,9 +65,21 @@ def for_hosts(monkeypatch):
         assert running.result() is None
 
 
-@pytest.fixture(params=[for_values, for_neighbours, for_hosts])
+@contextmanager
+def for_workers_that_join(monkeypatch):
+    """A door with a secret of its own, to which any number may come, at any time. It is open to all."""
+    taken = queue.SimpleQueue()
+    with closing(Door("127.0.0.1", None, lambda *came: taken.put(came), math.inf, secret=b"a text")) as door:
+        yield door.invitation
+        guest, end = taken.get(timeout=10)
+        end.close()
+        assert guest == GUEST and taken.empty()
+
+
+@pytest.fixture(params=[for_values, for_neighbours, for_hosts, for_workers_that_join])
 def invitation(request, monkeypatch):
     """That of each kind of door. The guest comes in at the end."""
+    monkeypatch.setattr(doors, "_GREETS", 0.5)
     with request.param(monkeypatch) as invitation:
         yield invitation
         with come_in(invitation, GUEST, 10.0):
@@ -81,8 +94,18 @@ def connected(invitation):
     return end
 
 
-def greeting(word, guest=GUEST, runs=None):
-    return doors._GREETING.pack(word, guest, (runs or doors._versions()).encode())
+def greeting(invitation, challenge, guest=GUEST, runs=None, who=b"guest", own=bytes(32)):
+    text = (runs or doors._versions()).encode()
+    proof = doors._proof(invitation.secret, who, own, challenge, guest, text.ljust(doors._TEXT, b"\0"))
+    return doors._GREETING.pack(proof, own, guest, text)
+
+
+def exactly(end, size):
+    said = b""
+    while len(said) < size:
+        said += (more := end.recv(size - len(said)))
+        assert more, "it is closed"
+    return said
 
 
 def heard(end):
@@ -94,59 +117,100 @@ def heard(end):
     return said
 
 
+ELSE = Invitation("", 0, os.urandom(32))
 WRONG_GUESTS = {
-    "closes at once": lambda invitation: None,
-    "silent": lambda invitation: b"",
-    "another word": lambda invitation: greeting(os.urandom(32)),
-    "the host's word": lambda invitation: greeting(invitation.second),
-    "half a word": lambda invitation: invitation.first[:16],
-    "half a greeting": lambda invitation: greeting(invitation.first)[:60],
-    "much": lambda invitation: os.urandom(1 << 20),
-    "not invited": lambda invitation: greeting(invitation.first, OTHER),
+    "closes at once": lambda invitation, challenge: None,
+    "silent": lambda invitation, challenge: b"",
+    "another secret": lambda invitation, challenge: greeting(ELSE, challenge),
+    "the host's proof": lambda invitation, challenge: greeting(invitation, challenge, who=b"host"),
+    "a proof for another challenge": lambda invitation, challenge: greeting(invitation, bytes(32)),
+    "the challenge": lambda invitation, challenge: 5 * challenge,
+    "half a proof": lambda invitation, challenge: greeting(invitation, challenge)[:16],
+    "half a greeting": lambda invitation, challenge: greeting(invitation, challenge)[:60],
+    "a changed number": lambda invitation, challenge: (
+        (whole := greeting(invitation, challenge))[:64] + b"\7" + whole[65:]
+    ),
+    "much": lambda invitation, challenge: os.urandom(1 << 20),
 }
 
 
 @pytest.mark.parametrize("said", WRONG_GUESTS.values(), ids=WRONG_GUESTS)
 def test_a_wrong_guest_is_told_nothing(invitation, said):
     with within(5), connected(invitation) as stranger:
+        says = said(invitation, exactly(stranger, 32))
         stranger.settimeout(0.1)
         with suppress(OSError):  # the door has closed it meanwhile
-            if said(invitation) is None:
+            if says is None:
                 stranger.shutdown(socket.SHUT_WR)
             else:
-                stranger.sendall(said(invitation))
+                stranger.sendall(says)
         stranger.settimeout(10)
         assert heard(stranger) == b""
 
 
+def test_a_guest_that_was_not_invited_is_told_nothing():
+    with closing(Door("127.0.0.1", [GUEST], print, 10.0)) as door, connected(door.invitation) as guest:
+        guest.sendall(greeting(door.invitation, exactly(guest, 32), OTHER))
+        assert heard(guest) == b""
+
+
 REFUSED_GUESTS = {
-    "another version": lambda invitation: greeting(invitation.first, runs="Python 2.7, torch 0.1, pippy source 0"),
-    "a greeting that is too long": lambda invitation: greeting(invitation.first) + b"and more",
+    "another version": ({"runs": "Python 2.7, torch 0.1, pippy source 0"}, b""),
+    "a greeting that is too long": ({}, b"and more"),
 }
 
 
-@pytest.mark.parametrize("said", REFUSED_GUESTS.values(), ids=REFUSED_GUESTS)
-def test_a_guest_that_goes_on_otherwise_is_greeted_and_refused(invitation, said):
+@pytest.mark.parametrize(("says", "more"), REFUSED_GUESTS.values(), ids=REFUSED_GUESTS)
+def test_a_guest_that_goes_on_otherwise_is_greeted_and_refused(invitation, says, more):
     with within(5), connected(invitation) as guest:
-        guest.sendall(said(invitation))
-        assert heard(guest) == greeting(invitation.second)
+        challenge = exactly(guest, 32)
+        guest.sendall(greeting(invitation, challenge, **says) + more)
+        assert heard(guest) == greeting(invitation, bytes(32), who=b"host", own=challenge)
 
 
 def test_a_guest_that_gives_up_leaves_the_host_without_a_connection(invitation):
     with within(5), connected(invitation) as guest:
-        guest.sendall(greeting(invitation.first))
-        assert guest.recv(1000) == greeting(invitation.second)
+        challenge = exactly(guest, 32)
+        guest.sendall(greeting(invitation, challenge))
+        assert exactly(guest, 160) == greeting(invitation, bytes(32), who=b"host", own=challenge)
 
 
+def test_who_runs_other_versions_is_named_to_the_host():
+    told = queue.SimpleQueue()
+    door = Door("127.0.0.1", [GUEST], print, 10.0, refused=lambda end, why: told.put((end.getpeername()[0], why)))
+    with closing(door), connected(door.invitation) as guest:
+        guest.sendall(greeting(door.invitation, exactly(guest, 32), runs="Python 2.7"))
+        address, why = told.get(timeout=10)
+    assert address == "127.0.0.1" and why.startswith("it runs Python 2.7, and this process Python 3.")
+
+
+CHALLENGE = bytes(range(32))
 WRONG_HOSTS = {
-    "silent": (lambda invitation: b"", TimeoutError, "no answer within 0.5 s"),
-    "closes": (lambda invitation: None, ConnectionError, "closed|reset"),
-    "half a word": (lambda invitation: invitation.second[:16], TimeoutError, "no answer within 0.5 s"),
-    "half a greeting": (lambda invitation: greeting(invitation.second)[:60], TimeoutError, "no answer within 0.5 s"),
-    "another word": (lambda invitation: bytes(32), ConnectionError, "another program answers"),
-    "the guest's word": (lambda invitation: greeting(invitation.first), ConnectionError, "another program answers"),
+    "silent": (None, TimeoutError, "no answer within 0.5 s"),
+    "closes": (lambda invitation, own: None, ConnectionError, "closed|reset"),
+    "says only the challenge": (lambda invitation, own: b"", TimeoutError, "no answer within 0.5 s"),
+    "half a greeting": (
+        lambda invitation, own: greeting(invitation, own, who=b"host", own=CHALLENGE)[:60],
+        TimeoutError,
+        "no answer within 0.5 s",
+    ),
+    "another secret": (
+        lambda invitation, own: greeting(ELSE, own, who=b"host", own=CHALLENGE),
+        ConnectionError,
+        "another program answers",
+    ),
+    "the guest's own proof": (
+        lambda invitation, own: greeting(invitation, own, own=CHALLENGE),
+        ConnectionError,
+        "another program answers",
+    ),
+    "another challenge": (
+        lambda invitation, own: greeting(invitation, own, who=b"host"),
+        ConnectionError,
+        "another program answers",
+    ),
     "another version": (
-        lambda invitation: greeting(invitation.second, runs="Python 2.7"),
+        lambda invitation, own: greeting(invitation, own, who=b"host", own=CHALLENGE, runs="Python 2.7"),
         ConnectionError,
         r"it runs Python 2\.7, and this process Python 3.*, torch .*; install the same versions on each host",
     ),
@@ -160,12 +224,15 @@ def test_a_guest_goes_away_from_a_wrong_host(tmp_path, address, says, error, wor
         other.bind(str(tmp_path / "other") if address == THIS_HOST else (address, 0))
         other.listen(1)
         place = (other.getsockname(), 0) if address == THIS_HOST else other.getsockname()
-        invitation = Invitation(*place, os.urandom(32), os.urandom(32))
+        invitation = Invitation(*place, os.urandom(32))
 
         def answer():
             with other.accept()[0] as end:
-                end.recv(1000)
-                if (said := says(invitation)) is not None:
+                if says is None:
+                    assert heard(end) == b""
+                    return
+                end.sendall(CHALLENGE)
+                if (said := says(invitation, exactly(end, 160)[32:64])) is not None:
                     end.sendall(said)
                     heard(end)
 
@@ -176,7 +243,7 @@ def test_a_guest_goes_away_from_a_wrong_host(tmp_path, address, says, error, wor
             answering.result()
 
 
-def test_the_port_is_closed_behind_the_last_guest_and_the_words_are_not_shown():
+def test_the_port_is_closed_behind_the_last_guest_and_the_secret_is_not_shown():
     gc.collect()  # or a door of an earlier test might be closed meanwhile
     before, taken = listening([os.getpid()]), queue.SimpleQueue()
     door = Door("127.0.0.1", [3, 5], lambda guest, end: taken.put((guest, end)), 10.0)
@@ -188,11 +255,11 @@ def test_the_port_is_closed_behind_the_last_guest_and_the_words_are_not_shown():
             assert found == guest and (listening([os.getpid()]) == before) == (guest == 3)
             with pytest.raises(OSError):
                 come_in(door.invitation, guest, 1.0)
-    assert repr(door.invitation.first) not in repr(door.invitation)
+    assert repr(door.invitation.secret) not in repr(door.invitation)
     assert Invitation.of_line(door.invitation.line()) == door.invitation
 
 
-def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still_comes_in():
+def test_strangers_at_a_door_take_few_descriptors_and_the_invited_still_comes_in():
     """One says nothing, one half a secret, one much, and then a thousand come and go, or stay outside."""
     taken, before = queue.SimpleQueue(), open_descriptors()
     invitation = Door("127.0.0.1", [1], lambda _, end: taken.put(end), 30.0).invitation
@@ -207,7 +274,7 @@ def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still
             with socket.socket() as stranger:
                 stranger.setblocking(False)
                 stranger.connect_ex(place)
-        assert open_descriptors() <= before + 3 + 2 + 1, "the strangers, the door, and who stands in it"
+        assert open_descriptors() <= before + 3 + 2 + doors._STANDING, "the strangers, the door, and who stands in it"
         guest = come_in(invitation, 1, 20.0)
         stack.callback(guest.close)
         host = taken.get(timeout=10)
@@ -215,6 +282,25 @@ def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still
     with within(5):
         while open_descriptors() > before:
             os.sched_yield()
+
+
+def test_a_thousand_that_stay_and_say_nothing_keep_nobody_out():
+    """Those that stand there longest are sent away, at once: the guest waits for none of them."""
+    taken, half, before = queue.SimpleQueue(), 32 * b"?", open_descriptors()
+    with closing(Door("127.0.0.1", None, lambda _, end: taken.put(end), math.inf, secret=b"a text")) as door:
+        place, strangers = (door.invitation.address, door.invitation.port), []
+        with ExitStack() as stack, within(5):
+            for number in range(1000):
+                stranger = stack.enter_context(socket.socket())
+                stranger.setblocking(False)
+                stranger.connect_ex(place)
+                strangers.append(stranger)
+                if number % 100 == 0:
+                    with suppress(OSError):
+                        stranger.send(half)
+            with come_in(door.invitation, 1, 20.0), taken.get(timeout=10):
+                assert open_descriptors() <= before + 1000 + 3 + 2 + doors._STANDING
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("address", [THIS_HOST, "127.0.0.1"], ids=["unix", "TCP"])
@@ -239,7 +325,7 @@ def test_another_user_is_refused_by_both_ends(monkeypatch):
         with monkeypatch.context() as patched, pytest.raises(PermissionError, match="it belongs to user"):
             patched.setattr(doors.os, "geteuid", lambda: 12345)
             come_in(door.invitation, 1, 1.0)
-        wrong = replace(door.invitation, first=bytes(32))
+        wrong = replace(door.invitation, secret=bytes(32))
         with pytest.raises(ConnectionError, match=r"closed|reset|Broken pipe"):
             come_in(wrong, 1, 5.0)
         come_in(door.invitation, 1, 5.0).close()
