@@ -1,1 +1,1 @@
-"""Where workers run: the contract of an engine, processes of this host, torchrun, Ray, threads, and the cluster on top."""
+"""Where workers run: the contract of an engine, processes of this host, torchrun, Ray, workers that join, threads, and the cluster."""

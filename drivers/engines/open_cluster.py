@@ -9,6 +9,7 @@ import torch
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.arguments import check_choice
 from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.joined.joined_cluster import joined_cluster
 from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.ray.ray_cluster import ray_cluster
@@ -17,8 +18,14 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
 
 ENGINES = ("local", "torchrun", "ray")
-_OF_RAY = ("address", "strategy", "resources", "num_gpus")
-_NOT_OF_RAY = ("pin", "transport", "controller_hosts")
+# Options that some engines take and others do not; with what to write for the first, and instead of the second.
+_OPTIONS_OF = {"ray": ("address", "strategy", "resources", "num_gpus"), "joined": ("join", "secret_file")}
+_ASKED_BY = {"ray": 'engine="ray"', "joined": "join=True"}
+_NOT_OF = {
+    "ray": ("pin", "transport", "controller_hosts"),
+    "joined": ("pin", "transport", "controller_hosts", "threads", "device", "devices"),
+}
+_OF_A_WORKER = ("threads", "device")
 
 
 @placing_words("cluster(n)")
@@ -40,8 +47,12 @@ def cluster(
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None,
     resources: Mapping[str, float] | None = None,
     num_gpus: float | None = None,
+    join: bool | int | str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
 ) -> Cluster:
-    """The workers that torchrun has started, or ``n`` new workers on this host, or on Ray. One script works in all cases.
+    """The workers that torchrun has started, or ``n`` new workers on this host or on Ray, or ``n`` that join from any host.
+
+    One script works in all cases.
 
     Under torchrun all ranks call this. Rank 0 gets the cluster, and also hosts a worker, unless ``controller_hosts`` is
     False. On all other ranks the call runs a worker until rank 0 closes the cluster, and then leaves the script by
@@ -61,16 +72,24 @@ def cluster(
     each: as many CPUs as it has ``threads``, ``num_gpus`` GPUs, and what ``resources`` names besides. ``"local"`` and
     ``"torchrun"`` name the other two engines.
 
+    With ``join=True``, a port, or "HOST:PORT" of this host, the call prints a line (``pippy worker --join ...``) and waits
+    until ``n`` workers have been started with it, in any shell of any host. Only who has the ``secret_file`` can join; it is
+    made if it is not there. Workers that join beyond ``n`` wait, and take the places of those that are lost. A worker's device
+    and its threads are options of that line.
+
     >>> with cluster(2, threads=1) as workers:
     ...     workers
     <Cluster of 2 workers, open: worker0, worker1>
     """
     check_choice("engine", engine, (None, *ENGINES))
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    chosen = engine or ("torchrun" if started else "local")
+    if engine is not None and join:
+        raise ClusterError(f"join={brief(join)} is another way than engine={engine!r}; leave out one of the two")
+    chosen = engine or ("joined" if join else "torchrun" if started else "local")
     options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
     options |= {"pin": pin, "transport": transport, "patience": patience, "controller_hosts": controller_hosts}
     options |= {"address": address, "strategy": strategy, "resources": resources, "num_gpus": num_gpus}
+    options |= {"join": join or None, "secret_file": secret_file}
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(given, chosen)
     times: dict[str, Any] = {"timeout": timeout, "start_timeout": start_timeout}
@@ -82,8 +101,10 @@ def cluster(
             )
         return torchrun_cluster(n, **given, **times)
     lazy = current_lazy_cluster()
-    if chosen == "ray":
-        return ray_cluster(_number(lazy.n if n is None and lazy is not None else n), **given, **times)
+    if chosen in _NOT_OF:
+        opened = ray_cluster if chosen == "ray" else joined_cluster
+        given = {name: value for name, value in given.items() if name not in _NOT_OF[chosen]}
+        return opened(_number(lazy.n if n is None and lazy is not None else n), **given, **times)
     given.pop("controller_hosts", None)  # for torchrun, in a script for both
     if lazy is not None:
         return lazy.requested(n, given, **times)
@@ -92,12 +113,20 @@ def cluster(
 
 def _check_options(given: Mapping[str, Any], engine: str) -> None:
     """Raise if an option is given that another engine takes."""
-    for name in _NOT_OF_RAY if engine == "ray" else _OF_RAY:
+    for other, names in _OPTIONS_OF.items():
+        for name in names if other != engine else ():
+            if given.get(name):
+                raise ClusterError(
+                    f"{name}={brief(given[name])} is an option of {_ASKED_BY[other]}, and this cluster is on engine "
+                    f"{engine!r}; leave out {name}, or write cluster(n, {_ASKED_BY[other]})"
+                )
+    for name in _NOT_OF.get(engine, ()):
         if given.get(name):
-            other = "no option" if engine == "ray" else 'an option of engine="ray"'
+            said = f"; each says it for itself, by an option of pippy worker: --{name}" if name in _OF_A_WORKER else ""
             raise ClusterError(
-                f"{name}={brief(given[name])} is {other}, and this cluster is on engine {engine!r}; leave out {name}"
-                + ("" if engine == "ray" else ', or write cluster(n, engine="ray")')
+                f"{name}={brief(given[name])} is no option, and this cluster is "
+                + (f"one that workers join{said}" if engine == "joined" else f"on engine {engine!r}")
+                + f"; leave out {name}"
             )
 
 

@@ -11,6 +11,7 @@ from pippy.cli.run import run
 from pippy.cli.schedule import schedule
 from pippy.cli.show import show
 from pippy.cli.validate import validate_files
+from pippy.cli.worker import worker
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,6 +24,7 @@ def main() -> None:
       pippy fit model.py:Net -p 4 ...     what fits into the memory of the workers
       pippy schedule 1F1B -p 4 -m 8       when each worker does what
       pippy run train.py -n 4             a script with four workers on this host
+      pippy worker --join node1:29400     a worker of a script on another host
       pippy check train.py -n 4           its first step beside that of plain PyTorch
       pippy doctor                        what works here, and what does not
 
@@ -31,5 +33,5 @@ def main() -> None:
     """
 
 
-for _command in (show, fit, schedule, compare, validate_files, run, check, doctor):
+for _command in (show, fit, schedule, compare, validate_files, run, worker, check, doctor):
     main.add_command(_command)

@@ -19,15 +19,15 @@ from typing import Any
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.versions import versions
-from pippy.drivers.engines.arguments import polling_time
-from pippy.drivers.engines.ray.node_processes import kill_process
+from pippy.drivers.engines.connected.connected_worker import RunSettings
+from pippy.drivers.engines.connected.processes import kill_process
+from pippy.drivers.engines.connected.worker_places import WorkerPlaces
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
-from pippy.drivers.engines.ray.ray_worker import RayWorker, RunSettings, shared_memory_of
+from pippy.drivers.engines.ray.ray_worker import RayWorker
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.doors import Invitation, come_in
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, hand_over, two_pairs
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs
 from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
@@ -69,21 +69,6 @@ class RayLaunch:
         return f"{len(self.names)} workers with {_counts(self.bundle)} each, strategy {self.strategy!r}"
 
 
-class RayConnections(ControllerConnections):
-    """The controller's connections to workers anywhere. ``near`` are those of its own host.
-
-    Two of them get a socket from here; of two others, the first opens a door for the second.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near: set[int] = set()
-
-    def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
-        return super().connect(one, other) if self.near >= {one, other} else one
-
-
 class RayEngine:
     """The actors. ``close()`` ends them all, and leaves Ray."""
 
@@ -91,7 +76,8 @@ class RayEngine:
 
     def __init__(self, launch: RayLaunch) -> None:
         self.launch, self.ray, self.owner = launch, imported_ray(), os.getpid()
-        self.messages, self.places = RayConnections(), dict[int, dict[str, Any]]()
+        self.places = WorkerPlaces(launch.names)
+        self.messages = self.places.messages
         self._group: Any = None
         self._actors: dict[int, Any] = {}
         self._runs: dict[Any, int] = {}  # the calls that are answered when a worker is gone
@@ -108,10 +94,7 @@ class RayEngine:
     @property
     def routes(self) -> Routes:
         """How values go between the workers, as they are placed now."""
-        memory = {worker: place["memory"] for worker, place in sorted(self.places.items())}
-        groups = (tuple(at for at, its in memory.items() if its == each) for each in dict.fromkeys(memory.values()))
-        hosts = tuple(self.places[at]["host"] if at in self.places else "" for at in range(len(self.launch.names)))
-        return Routes(self.launch.names, hosts, tuple(groups))
+        return self.places.routes
 
     def start(self, timeout: float) -> Sequence[Address]:
         """Have Ray place the workers and start them, and connect with each."""
@@ -160,8 +143,7 @@ class RayEngine:
         with self._reading:
             self._forget(workers := list(workers))
             for worker in workers:
-                self.places.pop(worker, None)
-                self.messages.drop(worker)
+                self.places.drop(worker)
 
     def _forget(self, workers: Sequence[int]) -> None:
         """End what is left of some workers, and go on without what Ray says of it."""
@@ -194,8 +176,8 @@ class RayEngine:
         ended = []
         for worker in workers:
             self.ray.kill(self._actors[worker])
-            if worker in self.places:
-                there, place = affinity(self.places[worker]["node"], soft=False), self.places[worker]
+            if (place := self.places.of.get(worker)) is not None:
+                there = affinity(place["node"], soft=False)
                 end = self.ray.remote(kill_process).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
                 ended.append(end.remote(place["pid"], place["began"]))
         if ended:
@@ -206,37 +188,29 @@ class RayEngine:
         launch, workers = self.launch, list(workers)
         found = self._answers({each: self._ask_where(each) for each in workers}, deadline, self._ask_where)
         self._check_versions(found)
-        self.places |= found
-        own = shared_memory_of()
-        near = {worker: place["memory"] == own for worker, place in found.items()}
-        calls = {each: self._actors[each].open.remote(near[each], launch.timeout) for each in workers}
+        self.places.of |= found
+        calls = {each: self._actors[each].open.remote(self.places.is_near(each), launch.timeout) for each in workers}
         for worker, line in self._answers(calls, deadline).items():
-            ends = self._connected(worker, Invitation.of_line(line), near[worker])
+            ends = self._connected(worker, Invitation.of_line(line))
             with uninterrupted():
-                self.messages.near = self.messages.near - {worker} | ({worker} if near[worker] else set())
-                self.messages.replace(worker, *ends)
+                self.places.connected(worker, ends)
         with uninterrupted():
             self._runs |= {self._actors[each].run.remote(self._settings(each)): each for each in workers}
-        return {worker: self._address(worker) for worker in workers}
+        return {worker: self.places.address(worker) for worker in workers}
 
     def _ask_where(self, worker: int) -> Any:
         """Start an actor, and ask where it is."""
         launch, schedulings = self.launch, self.ray.util.scheduling_strategies
-        self.places.pop(worker, None)
+        self.places.of.pop(worker, None)
         placed = schedulings.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker)
         actor = self.ray.remote(RayWorker).options(scheduling_strategy=placed, max_restarts=0, **launch.options)
         self._actors[worker] = actor.remote(worker, launch.names[worker])
         return self._actors[worker].where.remote(launch.worker, launch.devices[worker])
 
     def _settings(self, worker: int) -> RunSettings:
-        launch, place = self.launch, self.places[worker]
-        on_host = [each for each in self.places.values() if each["host"] == place["host"]]
-        patience = polling_time(launch.patience, crowded=len(on_host) * launch.threads > place["cores"])
-        return RunSettings(launch.worker, launch.names, place["device"], launch.threads, launch.timeout, patience)
-
-    def _address(self, worker: int) -> Address:
-        place = self.places[worker]
-        return Address(self.launch.names[worker], place["host"], place["pid"], place["memory"])
+        launch, device = self.launch, self.places.of[worker]["device"]
+        patience = self.places.patience(worker, launch.patience, dict.fromkeys(self.places.of, launch.threads))
+        return RunSettings(launch.worker, launch.names, device, launch.threads, launch.timeout, patience)
 
     def _answers(
         self, calls: Mapping[int, Any], deadline: float, again: Callable[[int], Any] | None = None
@@ -271,11 +245,11 @@ class RayEngine:
             "bring them)"
         )
 
-    def _connected(self, worker: int, invitation: Invitation, near: bool) -> SocketPair:
+    def _connected(self, worker: int, invitation: Invitation) -> SocketPair:
         """The controller's ends of two connections with a worker."""
-        timeout, place = self.launch.timeout, self.places[worker]
+        timeout, place = self.launch.timeout, self.places.of[worker]
         try:
-            if not near:
+            if not self.places.is_near(worker):
                 with ExitStack() as undo:
                     ends = come_in(invitation, 0, timeout), come_in(invitation, 1, timeout)
                     for end in ends:
@@ -283,13 +257,10 @@ class RayEngine:
                         break_when_silent(end, timeout, SILENT * timeout)
                     undo.pop_all()
                 return ends
-            own, theirs = two_pairs()
             with come_in(invitation, 0, timeout) as end:
                 end.settimeout(timeout)
-                why = hand_over(end, theirs)
-                close_all(theirs)
-            if why:
-                close_all(own)
+                own, why = hand_over_pairs(end)
+            if own is None:
                 raise OSError(why)
             return own
         except OSError as error:

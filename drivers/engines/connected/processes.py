@@ -1,4 +1,4 @@
-"""Processes of a node, for a task of Ray that ends one there. It imports nothing that takes long."""
+"""Processes of a host that pippy did not start: when one began, and its end. It imports nothing that takes long."""
 
 import os
 import signal

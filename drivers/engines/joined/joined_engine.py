@@ -1,0 +1,381 @@
+"""The engine of a cluster that workers join: it listens at one place, as long as the cluster is open.
+
+worker ──────▶ the door: both prove that they know the secret (doors.py); the worker says where it is, and waits
+controller ──▶ worker: which worker it is                         the others wait on: they are spares
+worker ──────▶ the controller: two connections for messages, shared memory on one host, TCP between two
+worker is gone: its connection breaks, and a spare, or the next that joins, takes its place
+"""
+
+import itertools
+import math
+import os
+import queue
+import select
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
+from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.engines.connected.connected_worker import RunSettings
+from pippy.drivers.engines.connected.processes import kill_process
+from pippy.drivers.engines.connected.worker_places import WorkerPlaces
+from pippy.drivers.engines.joined.control_lines import ControlLines
+from pippy.drivers.engines.joined.join_address import cannot_listen, joined_address, listening_place
+from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.session.calls import Address
+from pippy.drivers.wire.messages.doors import THIS_HOST, Door
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs, shared_memory_of
+from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.ir.base.readable import count_with_noun
+
+_ENDS_WITHIN = 2.0  # seconds that a worker has to end when it is told to
+
+
+@dataclass(frozen=True)
+class JoinedLaunch:
+    """What the cluster is to have. ``join`` says where workers join, ``secret_file`` who may.
+
+    >>> JoinedLaunch("package.module:Class", ("a", "b"), True, "~/.pippy/secret", 5.0, None).names
+    ('a', 'b')
+    """
+
+    worker: str
+    names: tuple[str, ...]
+    join: Any
+    secret_file: str | os.PathLike[str]
+    timeout: float
+    patience: float | None
+
+
+class Guest:
+    """A worker that has joined: its connection, and its place once it has said it. ``failed`` is what it said last."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.lines, self.failed = ControlLines(end), ""
+        self.place: dict[str, Any] = {}
+
+    def gone(self) -> str | None:
+        """How it ended; None if it is there. Does not wait."""
+        try:
+            while _await_any([self.lines], 0.0):
+                if (said := self.lines.read(0.0)) is None:
+                    return self.failed or "its process has ended; what it printed may say why"
+                self.failed = str(said.get("failed", "")) or self.failed
+        except TimeoutError:  # a part of a line has come
+            return None
+        except OSError as error:
+            return self.failed or f"the connection with it broke: {error}"
+        return None
+
+    def tell_to_end(self, why: str | None) -> None:
+        """Tell it to end, if it hears."""
+        with suppress(OSError):
+            self.lines.socket.settimeout(_ENDS_WITHIN)
+            self.lines.send(end=why)
+
+
+class JoinedEngine:
+    """The workers that have joined. ``close()`` tells them all to end."""
+
+    recovery_advice = RECOVERY_ADVICE
+
+    def __init__(self, launch: JoinedLaunch) -> None:
+        self.launch, self.owner = launch, os.getpid()
+        self.places = WorkerPlaces(launch.names)
+        self.messages = self.places.messages
+        self._at: dict[int, Guest] = {}  # those that run
+        self._waiting: list[Guest] = []  # those that have come, as yet without a place
+        self._threads: dict[int, int] = {}  # with how many each worker computes
+        self._died: dict[int, str] = {}
+        self._coming: dict[int, queue.SimpleQueue[socket.socket]] = {}  # by the numbers of connections for messages
+        self._numbers = itertools.count(1)
+        self._reading, self._joining = threading.RLock(), threading.Lock()
+        self._started = self._closed = False
+        self._joined = PollableEvent()
+        path = made_secret_file(launch.secret_file)
+        address, port, host = listening_place(launch.join)
+        secret = secret_in(path)
+        try:
+            self._door = Door(address, None, self._take, math.inf, port, secret, self._refused)
+        except OSError as error:
+            raise cannot_listen(launch.join, address, port, error) from error
+        self.where = joined_address(host, self._door.invitation.port)
+        self.command = f"pippy worker --join {self.where} --secret-file {shlex.quote(str(path))}"
+
+    @property
+    def fixed(self) -> str | None:
+        """Why a worker cannot be replaced; None if it can."""
+        if self._closed or os.getpid() != self.owner:
+            return "the workers of this cluster were told to end; open another"
+        return None
+
+    @property
+    def routes(self) -> Routes:
+        """How values go between the workers, as they are placed now."""
+        return self.places.routes
+
+    @property
+    def spares(self) -> int:
+        """How many workers have joined and wait."""
+        return len(self._present())
+
+    def start(self, timeout: float) -> Sequence[Address]:
+        """Wait until enough workers have joined, and connect with each."""
+        self.timeout = timeout
+        addresses = self._fill(range(len(self.launch.names)), time.monotonic() + timeout)
+        self._started = True
+        return list(addresses.values())
+
+    def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
+        """The workers that have died, and how. Waits up to so many seconds for the first."""
+        with self._reading:
+            if self._closed or os.getpid() != self.owner:
+                return {}
+            until = time.monotonic() + wait
+            while True:
+                there = {at: guest for at, guest in self._at.items() if at not in self._died}
+                self._died |= {at: how for at, guest in there.items() if (how := guest.gone()) is not None}
+                left = until - time.monotonic()
+                if self._died or left <= 0:
+                    return dict(self._died)
+                _await_any([guest.lines for guest in there.values()], left)
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """End what is left of some workers, and take others that wait, or that join, in their places. Gives where those are.
+
+        If that fails it can be tried again.
+        """
+        with self._reading:
+            self._send_away(workers := list(workers), "another worker takes its place: the cluster had lost it")
+            return self._fill(workers, time.monotonic() + self.timeout)
+
+    def end(self, workers: Iterable[int]) -> None:
+        """End what is left of some workers."""
+        with self._reading:
+            self._send_away(workers := list(workers), "the cluster had lost it, and goes on without it")
+            for worker in workers:
+                self.places.drop(worker)
+
+    def _send_away(self, workers: Sequence[int], why: str) -> None:
+        if self.fixed is not None:
+            raise ClusterError(self.fixed)
+        lost = [self._at.pop(each) for each in workers if each in self._at]
+        self._died = {worker: how for worker, how in self._died.items() if worker not in workers}
+        _end(lost, why)
+
+    def close(self, lost: str | None = None) -> None:
+        """Tell all workers to end, and close what listens; a second call does nothing."""
+        if self._closed or os.getpid() != self.owner:
+            return
+        with uninterrupted():
+            with self._joining:
+                self._closed = True
+            self._door.close()
+            guests = [*self._at.values(), *self._waiting]
+            for each in guests:
+                each.tell_to_end(lost)
+            self.messages.close()
+            _end(guests)
+            self._joined.close()
+
+    # Who comes: on threads of their own
+
+    def _take(self, number: int, end: socket.socket) -> None:
+        """Take a connection: 0 is that of a worker that joins; the others were asked for."""
+        timeout = self.launch.timeout
+        with suppress(OSError):  # it is gone
+            break_when_silent(end, timeout, SILENT * timeout)
+        if number == 0:
+            with self._joining:
+                self._waiting.append(guest := Guest(end))
+            threading.Thread(target=self._meet, args=(guest,), name="pippy joining", daemon=True).start()
+        elif (coming := self._coming.pop(number, None)) is not None:
+            coming.put(end)
+        else:
+            end.close()
+
+    def _meet(self, guest: Guest) -> None:
+        """Hear the place of a worker, which waits from then on."""
+        try:
+            place = (guest.lines.read(4 * self.launch.timeout) or {})["place"]
+        except (OSError, KeyError):
+            with self._joining:
+                if not self._closed:
+                    self._waiting.remove(guest)
+                    guest.lines.close()
+            return
+        guest.place = place
+        self._joined.set()
+
+    def _refused(self, end: socket.socket, why: str) -> None:
+        with suppress(OSError):
+            _say(f"a worker from {end.getpeername()[0]} was refused: {why}")
+
+    # Who is chosen
+
+    def _fill(self, workers: Iterable[int], deadline: float) -> dict[int, Address]:
+        """Have workers that wait take these places."""
+        places, told = list(workers), False
+        open_places = list(places)
+        while open_places:
+            guests, told = self._await_guests(open_places, deadline, told), True
+            chosen = dict(zip(open_places, guests))
+            self.places.of |= {worker: guest.place for worker, guest in chosen.items()}
+            for worker, guest in chosen.items():
+                try:
+                    ends = self._connected(worker, guest)
+                except OSError as error:
+                    why = f"the controller gets no connection for messages with it: {error}"
+                    _say(f"the worker on {guest.place['host']} is sent away: {why}")
+                    _end([guest], why)
+                    continue
+                with uninterrupted():
+                    self.places.connected(worker, ends)
+                    self._at[worker] = guest
+                open_places.remove(worker)
+        return {worker: self.places.address(worker) for worker in places}
+
+    def _present(self) -> list[Guest]:
+        """Those that wait and are there."""
+        with self._joining:
+            placed = [each for each in self._waiting if each.place]
+            for each in [each for each in placed if each.gone() is not None]:
+                self._waiting.remove(each)
+                placed.remove(each)
+                each.lines.close()
+            return placed
+
+    def _await_guests(self, workers: Sequence[int], deadline: float, told: bool) -> list[Guest]:
+        """As many guests as workers are asked for, out of those that wait: the best for each, in their order."""
+        before = None
+        while len(present := self._present()) < len(workers):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._too_few(workers, present)
+            if not told:
+                what = count_with_noun(len(self.launch.names), "worker") if not self._started else self._named(workers)
+                _say(f"{what} can join from any shell of any host:\n    {self.command}")
+                told = True
+            if len(present) != before:
+                before = len(present)
+                _say(f"{before} of {len(workers)} joined{_hosts(present)}; waits {left:.0f} s for the others")
+            _await_any([self._joined, *(guest.lines for guest in present)], left)
+            self._joined.clear()
+        chosen = self._best(workers, present)
+        with self._joining:
+            self._waiting = [each for each in self._waiting if each not in chosen]
+        return chosen
+
+    def _best(self, workers: Sequence[int], present: Sequence[Guest]) -> list[Guest]:
+        """For each worker one of those that wait: on its own host if it had one, else host after host in order of joining."""
+        hosts = list(dict.fromkeys(each.place["memory"] for each in present))
+        left = sorted(present, key=lambda each: hosts.index(each.place["memory"]))
+        chosen = []
+        for worker in workers:
+            had = self.places.of.get(worker, {}).get("memory")
+            best = next((each for each in left if each.place["memory"] == had), left[0])
+            left.remove(best)
+            chosen.append(best)
+        return chosen
+
+    def _connected(self, worker: int, guest: Guest) -> SocketPair:
+        """Tell a guest which worker it is. Returns the controller's ends of two connections for messages."""
+        timeout, near = self.launch.timeout, self.places.is_near(worker)
+        run = {"index": worker, "settings": asdict(self._settings(worker))}
+        if near:
+            came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+            with closing(Door(THIS_HOST, [worker], lambda _, end: came.put(end), timeout)) as door:
+                guest.lines.send(run=run | {"invitation": door.invitation.line()})
+                with _next_of(came, timeout) as end:
+                    end.settimeout(timeout)
+                    own, why = hand_over_pairs(end)
+            if own is None:
+                raise OSError(why)
+            return own
+        numbers = [next(self._numbers) for _ in range(2)]
+        coming = {number: queue.SimpleQueue[socket.socket]() for number in numbers}
+        self._coming |= coming
+        try:
+            guest.lines.send(run=run | {"numbers": numbers})
+            with ExitStack() as undo:
+                messages, urgent = (undo.enter_context(_next_of(coming[number], timeout)) for number in numbers)
+                undo.pop_all()
+            return messages, urgent
+        finally:
+            for number in numbers:
+                self._coming.pop(number, None)
+
+    def _settings(self, worker: int) -> RunSettings:
+        """What a worker computes with. One that takes another's place has as many threads: sums depend on them."""
+        launch, place = self.launch, self.places.of[worker]
+        threads = {
+            at: self._threads.get(at) or its["threads"] or max(1, len(its["cores"]) // len(self.places.beside(at)))
+            for at, its in self.places.of.items()
+        }
+        self._threads |= threads
+        patience = self.places.patience(worker, launch.patience, threads)
+        return RunSettings(launch.worker, launch.names, place["device"], threads[worker], launch.timeout, patience)
+
+    # What is said
+
+    def _named(self, workers: Iterable[int]) -> str:
+        return f"a worker in the place of {', '.join(repr(self.launch.names[worker]) for worker in workers)}"
+
+    def _too_few(self, workers: Sequence[int], present: Sequence[Guest]) -> ClusterError:
+        missing = count_with_noun(len(workers) - len(present), "worker")
+        also = "" if self._started else "; or give cluster() a larger start_timeout, or fewer workers"
+        return ClusterError(
+            f"{len(present)} of {len(workers)} joined within {self.timeout:g} s{_hosts(present)}; start {missing} more, in any "
+            f"shell of any host: {self.command}{also}"
+        )
+
+
+def _await_any(ends: Iterable[Any], seconds: float) -> bool:
+    """Wait until one of these file descriptors is readable. Returns False if none is in time."""
+    waiting = select.poll()
+    for each in ends:
+        waiting.register(each, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
+
+
+def _next_of(coming: "queue.SimpleQueue[socket.socket]", within: float) -> socket.socket:
+    try:
+        return coming.get(timeout=within)
+    except queue.Empty:
+        raise TimeoutError(f"it has not come within {within:g} s") from None
+
+
+def _hosts(guests: Sequence[Guest]) -> str:
+    """How many are on which host."""
+    hosts = [guest.place["host"] for guest in guests]
+    said = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+    return f" ({said})" if said else ""
+
+
+def _end(guests: Sequence[Guest], why: str | None = None) -> None:
+    """Tell workers to end, and wait for it. One of this host that does not is killed: it may be stopped."""
+    if why is not None:
+        for each in guests:
+            each.tell_to_end(why)
+    until = time.monotonic() + _ENDS_WITHIN
+    own = shared_memory_of()
+    for each in guests:
+        while each.gone() is None and (left := until - time.monotonic()) > 0:
+            _await_any([each.lines], left)
+        if each.place.get("memory") == own:
+            kill_process(each.place["pid"], each.place["began"])
+        each.lines.close()
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"pippy: {text}", file=sys.stderr, flush=True)

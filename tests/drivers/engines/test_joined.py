@@ -1,0 +1,301 @@
+"""Workers that join from other shells: on this host, and others that count as of another one."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+import torch
+
+from pippy import cluster, local_cluster
+from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.engines.joined import joined_engine
+from pippy.drivers.engines.joined.join_address import listening_place, own_address
+from pippy.drivers.engines.joined.joined_cluster import joined_cluster
+from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
+from pippy.drivers.wire.messages.doors import Door
+from tests.drivers.engines.contract import keep
+from tests.drivers.joining_shells import Shells
+from tests.drivers.model.recovery.runs import Run
+from tests.drivers.processes import allowing_for, close_open_cluster, within
+
+pytestmark = pytest.mark.usefixtures("alone")
+STEPS = 6
+
+
+@pytest.fixture
+def shells(quick_clusters, tmp_path):
+    made = Shells(quick_clusters, tmp_path)
+    yield made
+    made.close()
+
+
+def until(found, limit=20.0):
+    """Wait until something holds."""
+    end = time.monotonic() + allowing_for(limit)
+    while not found() and time.monotonic() < end:
+        time.sleep(0.01)
+    return found()
+
+
+def test_workers_that_join_keep_the_contract(shells):
+    """One worker is near, one far; the spare is neither's neighbour. All begin before anybody listens."""
+    near, far, spare = (shells.worker(host=host) for host in ("", "b", "c"))
+    options = {"join": shells.join, "secret_file": shells.secret_file, "names": ["a", "b"]}
+    assert all(each.prints("no cluster answers at") for each in (near, far, spare))
+    workers = joined_cluster(2, _worker="tests.drivers.scripted_worker:Worker", start_timeout=100.0, **options)
+    try:
+        assert until(lambda: workers.engine.spares == 1)
+        assert workers.routes.groups == ((0,), (1,))
+        keep(workers)
+    finally:
+        workers.close()
+    assert sorted(each.status() for each in (near, far, spare)) == [0, 0, 3]
+    for each in (near, far, spare):
+        assert each.prints("ends: the cluster was closed") == (each.status() == 0)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    torch.set_default_dtype(torch.float64)
+    close_open_cluster()
+    with local_cluster(3, threads=1) as workers:
+        run = Run(workers)
+        run.steps(0, STEPS)
+        counts = list(workers.session.counts)
+        found = run.losses, run.driver.state_dict(), counts
+    yield found
+    torch.set_default_dtype(torch.float32)
+
+
+def strangers_at(place, stack):
+    """A scan, random bytes, a request of another protocol, half a greeting, and a thousand that stay and say nothing."""
+    with socket.create_connection(place):
+        pass
+    for said in (os.urandom(1 << 16), b"GET / HTTP/1.1\r\n\r\n", os.urandom(100)):
+        stranger = stack.enter_context(socket.create_connection(place))
+        with suppress(OSError):
+            stranger.sendall(said)
+    for _ in range(1000):
+        stranger = stack.enter_context(socket.socket())
+        stranger.setblocking(False)
+        stranger.connect_ex(place)
+
+
+def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_come_back(
+    shells, expected, in_float64, tmp_path, monkeypatch
+):
+    """A stopped worker, whose place a spare takes; then two with no spare: one joins when the line is printed, one too late."""
+    losses, state, counts = expected
+
+    def is_right(run):
+        assert run.losses == losses
+        for name, value in run.driver.state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+    for host in ("", "", "b"):
+        shells.worker(host=host)
+    with cluster(3, join=shells.join, secret_file=shells.secret_file, timeout=20.0, start_timeout=100) as workers:
+        engine = workers.engine
+        assert sorted(map(len, workers.routes.groups)) == [1, 2]
+        (far,) = next(group for group in workers.routes.groups if len(group) == 1)
+        near = 1 if far != 1 else 0
+        run = Run(workers)
+        with ExitStack() as stack:
+            run.step(0)
+            strangers_at(("127.0.0.1", int(shells.join.rpartition(":")[2])), stack)
+            run.steps(1, STEPS)
+            spare = shells.worker()
+            assert until(lambda: engine.spares == 1), "a worker joins beside a thousand strangers"
+        assert workers.session.counts == counts
+        is_right(run)
+
+        run = Run(workers)
+        run.steps(0, 2)
+        run.save(tmp_path / "run", 2)
+        pid = workers.session.workers[near].pid
+        run.lose(near, how=signal.SIGSTOP)
+        with within(workers.session.timeout + workers.session.interval + 1), pytest.raises(WorkerLostError):
+            run.step(2)
+        assert run.driver.recover()["step"] == 2
+        assert workers.session.workers[near].pid == spare.process.pid and engine.spares == 0
+        assert next(each for each in shells.all if each.process.pid == pid).status() == -signal.SIGKILL
+        run.steps(2, 4)
+
+        said = joined_engine._say
+
+        def start_one(text):
+            said(text)
+            if "can join from any shell" in text:
+                assert text.startswith(f"a worker in the place of {workers.workers[far]!r}") and shells.join in text
+                shells.worker(host="c")
+
+        run.protect(4)
+        with monkeypatch.context() as patched:
+            patched.setattr(joined_engine, "_say", start_one)
+            run.lose(far)
+            with within(2), pytest.raises(WorkerLostError, match="its process has ended"):
+                run.step(4)
+            assert run.driver.recover()["step"] == 4
+
+        engine.timeout = 0.1
+        run.lose(near)
+        with pytest.raises(WorkerLostError):
+            run.step(4)
+        with pytest.raises(
+            ClusterError, match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*: call recover\(\) again"
+        ):
+            run.driver.recover()
+        engine.timeout = 100.0
+        shells.worker()
+        assert run.driver.recover()["step"] == 4
+        run.steps(4, STEPS)
+        is_right(run)
+    assert {each.status() for each in shells.all} == {0, -signal.SIGKILL}
+
+
+OTHER = """
+from pippy.drivers.base import versions
+versions.versions = lambda: {"Python": "2.7"}
+from pippy.drivers.wire.messages import doors
+doors.versions = versions.versions
+"""
+
+
+def test_wrong_workers_are_told_why_and_the_cluster_goes_on_waiting(shells, tmp_path, capfd):
+    """Another secret, another device than there is, another version of pippy."""
+    another = str(made_secret_file(tmp_path / "another"))
+    secret, device, version = (
+        shells.worker("--secret-file", another),
+        shells.worker("--device", "cuda:7"),
+        shells.worker(first=OTHER),
+    )
+
+    def come_when_they_are_gone():
+        assert secret.status() == device.status() == version.status() == 1
+        shells.worker()
+
+    thread = threading.Thread(target=come_when_they_are_gone)
+    thread.start()
+    with cluster(1, join=shells.join, secret_file=shells.secret_file, start_timeout=100.0) as workers:
+        assert len(workers) == 1
+    thread.join()
+    told = f"the cluster there has another secret (compare the files: {another})"
+    assert told in secret.printed or f"{shells.join} has closed the connection" in secret.printed
+    assert "there is no device 'cuda:7'" in device.printed and "joined the cluster" not in device.printed
+    refused = "it runs Python 3.*, and this process Python 2.7; install the same versions on each host"
+    assert re.search(f"Error: the cluster at {shells.join} refuses this worker: {refused}", version.printed)
+    said = capfd.readouterr().err
+    assert re.search(
+        "pippy: a worker from 127.0.0.1 was refused: it runs Python 2.7, and this process Python 3.*", said
+    )
+    assert shells.all[-1].status() == 0
+
+
+def test_a_cluster_that_too_few_join_says_how_many_came_and_from_where(shells):
+    early = shells.worker()
+    with within(10), pytest.raises(ClusterError) as refused:
+        engine_of(shells, start_timeout=6.0)
+    said = str(refused.value)
+    assert said.startswith(f"1 of 2 joined within 6 s (1 on {socket.gethostname()}); start 1 worker more, in any shell")
+    assert f"pippy worker --join {shells.join} --secret-file {shells.secret_file}; or give cluster() a larger" in said
+    assert early.status() == 1 and "ends: the cluster did not start: 1 of 2 joined" in early.printed
+
+
+def engine_of(shells, **options):
+    return cluster(2, join=shells.join, secret_file=shells.secret_file, **options)
+
+
+SCRIPT = """
+import os, sys, time
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1), os.dup2(log, 2)
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import pippy
+with pippy.cluster(2, join=sys.argv[2], secret_file=sys.argv[3]) as workers:
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        (signal.SIGKILL, 1, "ends: the controller has ended without closing the cluster"),
+        (signal.SIGINT, 0, "ends: the cluster was closed"),
+    ],
+)
+def test_workers_and_spares_end_with_the_controller(shells, how, status, words):
+    workers = [shells.worker(host=host) for host in ("", "b", "b")]
+    script = shells.run(SCRIPT, shells.join, shells.secret_file)
+    assert script.prints("ready"), script.printed
+    assert all(each.prints("joined the cluster") for each in workers), "\n".join(each.printed for each in workers)
+    with within(3):
+        os.kill(script.process.pid, how)
+        assert [each.status() for each in workers] == [status] * 3, "\n".join(each.printed for each in workers)
+    assert all(words in each.printed for each in workers)
+    assert script.status() == -how
+
+
+TAKEN = socket.create_server(("127.0.0.1", 0))
+PORT = TAKEN.getsockname()[1]
+REFUSED = [
+    ({"join": PORT, "address": "auto"}, "address='auto' is an option of engine=\"ray\", and this cluster is on engine"),
+    ({"secret_file": "x"}, "secret_file='x' is an option of join=True, and this cluster is on engine 'local'"),
+    ({"join": True, "engine": "ray"}, "join=True is another way than engine='ray'"),
+    (
+        {"join": True, "threads": 2},
+        "each says it for itself, by an option of pippy worker: --threads; leave out threads",
+    ),
+    ({"join": True, "pin": True}, "pin=True is no option, and this cluster is one that workers join; leave out pin"),
+    ({"join": f"127.0.0.1:{PORT}"}, f"another program has port {PORT} of 127.0.0.1; give another port, or join=True"),
+    ({"join": "192.0.2.1:0"}, "192.0.2.1 is no address of this host; its addresses are"),
+    ({"join": "nowhere.invalid:0"}, "this host does not know the name 'nowhere.invalid'"),
+    ({"join": "29400"}, "'29400' is no address; write HOST:PORT"),
+    ({"join": 70000}, "join says where workers join: True, a port"),
+    ({"join": True, "names": ["a"]}, "names must name each of the 2 workers"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_bad_options_are_refused_before_anybody_can_join(tmp_path, options, words):
+    secret = {} if "secret_file" in options or "join" not in options else {"secret_file": tmp_path / "secret"}
+    with within(2), pytest.raises(ClusterError) as refused:
+        cluster(2, **options, **secret)
+    assert words in str(refused.value)
+
+
+def test_a_secret_file_is_made_for_its_owner_alone_and_refused_if_others_can_read_it(tmp_path):
+    path = made_secret_file(tmp_path / "new" / "secret")
+    secret = secret_in(path)
+    assert len(secret) == 64 and secret_in(made_secret_file(path)) == secret
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent)] == [0o600, 0o700]
+    assert os.listdir(path.parent) == ["secret"]
+    path.chmod(0o640)
+    with pytest.raises(ClusterError, match=f"chmod 600 {path}"):
+        secret_in(path)
+    path.chmod(0o600)
+    path.write_text("too short\n")
+    with pytest.raises(ClusterError, match="has 9 bytes, where a secret has 16 to 4096; remove the file"):
+        secret_in(path)
+    with pytest.raises(ClusterError, match=r"there is no secret file .*copy it to this host"):
+        secret_in(tmp_path / "none")
+    with pytest.raises(ClusterError, match="cannot be read: Is a directory"):
+        secret_in(tmp_path)
+    with pytest.raises(ClusterError, match=r"cannot be made: .*give another path as secret_file="):
+        made_secret_file(path / "below")
+
+
+def test_where_workers_join():
+    own = own_address()
+    assert listening_place(True) == (own, 0, own) and listening_place(29400) == (own, 29400, own)
+    assert listening_place("0.0.0.0:29400") == ("0.0.0.0", 29400, own)
+    assert listening_place("[::1]:7") == ("::1", 7, "::1")
+    assert listening_place("localhost:7")[1:] == (7, "localhost")
+    with closing(Door(own, None, print, 5.0)):
+        pass
