@@ -1,1 +1,1 @@
-"""Where workers run: the contract of an engine, processes of this host, torchrun, Ray, workers that join, threads, and the cluster."""
+"""Where workers run: the contract of an engine, local processes, torchrun, Ray, workers that join, threads, and the cluster."""

@@ -167,6 +167,8 @@ class JoinedWorker:
         """What the controller says next."""
         try:
             said = self.lines.read()
+        except ConnectionResetError:
+            said = None
         except OSError as error:
             return {"end": f"the connection with the controller broke: {error}"}
         return said or {"end": "the controller has ended without closing the cluster"}

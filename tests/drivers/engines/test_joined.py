@@ -147,7 +147,8 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         with pytest.raises(WorkerLostError):
             run.step(4)
         with pytest.raises(
-            ClusterError, match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*: call recover\(\) again"
+            ClusterError,
+            match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*secret; the other workers .*: call recover\(\) again",
         ):
             run.driver.recover()
         engine.timeout = 100.0
@@ -238,7 +239,7 @@ def test_workers_and_spares_end_with_the_controller(shells, how, status, words):
     with within(3):
         os.kill(script.process.pid, how)
         assert [each.status() for each in workers] == [status] * 3, "\n".join(each.printed for each in workers)
-    assert all(words in each.printed for each in workers)
+    assert all(words in each.printed for each in workers), "\n".join(each.printed for each in workers)
     assert script.status() == -how
 
 
