@@ -12,7 +12,8 @@ The instants are in the run's own time: steps and parts of them, so that they do
 run makes a point every 4 steps, in the memory of neighbours or on the disk by turns, some of these beside the run, and calls
 `driver.recover` when a step, an update or a point has failed. Every loss, the repeated ones included, must be that of the
 undisturbed run, to the bit, and so must the parameters in the end. Runs differ in their schedules. ``--kinds`` takes some of
-the kinds, ``--steps`` another length, and ``--engine ray`` has the workers as actors of a Ray.
+the kinds, ``--steps`` another length. ``--engine ray`` has the workers as actors of a Ray, ``--engine joined`` as processes
+that join, each of which is followed by another when it has ended.
 
 Finding: none is wrong. 500 disturbances (147 kills, 166 stops, 187 exceptions) of 70 runs, 443 recoveries: every loss and every
 parameter equal to the bit. In three parts, ``--count 170 --seed 1``, ``--count 170 --seed 2``, ``--count 160 --seed 3``, side
@@ -32,8 +33,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exps.joined import joined
 from pippy.drivers.base.errors import CheckpointError, ClusterError, StepError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.open_cluster import cluster as cluster_on
@@ -48,7 +50,7 @@ from tests.drivers.model.recovery.runs import WIDTH, Run
 from tests.drivers.processes import close_open_cluster
 
 KINDS = ("kill", "stop", "exception")
-ENGINES = ("local", "ray")
+ENGINES = ("local", "ray", "joined")
 SCHEDULES = ("1f1b", "fill_drain", "zb_h1")
 WORKERS, EVERY, ATTEMPTS = 3, 4, 20
 CALM = 0.7  # in so many of the cases, the next disturbance waits until the run has recovered
@@ -238,6 +240,17 @@ def disturbed(
             disturbing.recovered(seconds)
 
 
+@contextmanager
+def opened(engine: str) -> Iterator[Cluster]:
+    """A cluster on this engine."""
+    if engine == "joined":
+        with joined(WORKERS, spares=1, again=True, timeout=TIMEOUT) as (cluster, _):
+            yield cluster
+        return
+    with cluster_on(WORKERS, engine=engine, threads=1, timeout=TIMEOUT) as cluster:  # type: ignore[arg-type]
+        yield cluster
+
+
 def campaign(
     count: int, seed: int, kinds: Sequence[str] = KINDS, steps: int = 60, share: int = 8, engine: str = "local"
 ) -> Findings:
@@ -245,8 +258,7 @@ def campaign(
     rng, findings, idle = random.Random(seed), Findings(), 0
     torch.set_default_dtype(torch.float64)
     close_open_cluster()
-    opened = cluster_on(WORKERS, engine=engine, threads=1, timeout=TIMEOUT)  # type: ignore[arg-type]
-    with opened as cluster, tempfile.TemporaryDirectory() as folder:
+    with opened(engine) as cluster, tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/raise"
         plain = Run(cluster, made=model(path))
         plain.steps(0, steps)

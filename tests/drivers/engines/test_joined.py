@@ -18,6 +18,7 @@ from pippy.drivers.engines.joined.join_address import listening_place, own_addre
 from pippy.drivers.engines.joined.joined_cluster import joined_cluster
 from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
 from pippy.drivers.wire.messages.doors import Door
+from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import keep
 from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
@@ -151,9 +152,13 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
             match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*secret; the other workers .*: call recover\(\) again",
         ):
             run.driver.recover()
+        with pytest.warns(PippyWarning, match="the run goes on with the workers that are left"):
+            assert run.driver.recover(fewer=True)["step"] == 4
+        assert workers.gone == {near}
+        run.protect(4)
         engine.timeout = 100.0
         shells.worker()
-        assert run.driver.recover()["step"] == 4
+        assert run.driver.recover(workers=3)["step"] == 4 and not workers.gone
         run.steps(4, STEPS)
         is_right(run)
     assert {each.status() for each in shells.all} == {0, -signal.SIGKILL}
