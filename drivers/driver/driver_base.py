@@ -143,8 +143,8 @@ class PipelineDriverBase(ModelOnWorkers):
         self._requested = RequestedSchedule(
             self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas
         )
-        arrangement = self._arranged(self._requested, self._own, compiled)
-        ranks = arrangement.replicas
+        self._first = self._arranged(self._requested, self._own, compiled)
+        ranks = self._first.replicas
         follow_parameters(pipe)
         self._module_hooks = module_hooks_of(pipe).again()
         self._module_hooks.check()
@@ -156,7 +156,7 @@ class PipelineDriverBase(ModelOnWorkers):
             self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
         )
         super().__init__(pipe, placed, commands, self.cluster)
-        self._arrange(arrangement)
+        self._arrange(self._first)
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
@@ -186,8 +186,9 @@ class PipelineDriverBase(ModelOnWorkers):
         schedule, settings = arrangement.schedule, self._settings
         self._arrangement, self.placement, self.ranks = arrangement, arrangement.placement, arrangement.ranks
         self.schedule, self.replicas, self._auto = schedule.schedule, schedule.replicas, schedule.auto
+        limit = self._out_of_order if self.placement == self._first.placement else bool(self._out_of_order)
         to_send = self.placed, self.commands, self.placement.workers
-        self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, self._out_of_order)
+        self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
         to_run = self.ranks, self.placement, self.programs, self._auto
         self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics)
@@ -434,23 +435,25 @@ class PipelineDriverBase(ModelOnWorkers):
     def _recover(
         self, ask: Callable[[Collection[int]], WorkersToGoOnWith], schedule: str | Program | None
     ) -> dict[str, Any]:
-        next_one = self._arrangement, ""
+        next_one, warning = self._arrangement, ""
 
         def wanted(lost: frozenset[int]) -> Collection[int]:
-            nonlocal next_one
+            nonlocal next_one, warning
             missing = lost | self.cluster.gone
             asked = ask(missing)
             if asked == WorkersToGoOnWith() and schedule is None:
                 return lost | missing.intersection(self.ranks)
-            next_one = self._next(asked, schedule, missing)
-            return missing.intersection(next_one[0].ranks)
+            next_one, warning = self._next(asked, schedule, missing)
+            return missing.intersection(next_one.ranks)
 
         def settle() -> None:
-            self._settle(*next_one)
+            self._settle(next_one)
 
         values = self.recovery.recover(self.loading, self._send_again, self._settings.timeout, wanted, settle)
         if schedule is not None:
             self._requested = self._arrangement.schedule
+        if warning:
+            source.warn(warning)
         return values
 
     def _next(
@@ -473,9 +476,9 @@ class PipelineDriverBase(ModelOnWorkers):
                 raise DriverError(f"{error}. Give recover() another schedule=, as in schedule='1f1b'") from error
             simple = "fill_drain" if self._settings.single_loss else "1f1b"
             arranged = self._arranged(replace(requested, schedule=simple, options={}), chosen, self.compiled_pipe)
-            return arranged, f"the run goes on with schedule={simple!r}, because its own cannot be used: {error}"
+            return arranged, f"the run goes on with schedule={simple!r}, because the driver's own cannot run on these workers: {error}"
 
-    def _settle(self, arrangement: Arrangement, warning: str) -> None:
+    def _settle(self, arrangement: Arrangement) -> None:
         """Have the stages on these workers from now on. Nothing is sent."""
         if arrangement == self._arrangement:
             return
@@ -488,8 +491,6 @@ class PipelineDriverBase(ModelOnWorkers):
         self.steps.recording = recording
         self._own = list(dict.fromkeys([*self._own, *self.ranks]))
         self.cluster.open_drivers[self.number] = self._places
-        if warning:
-            source.warn(warning)
 
     def _send_again(self, workers: Collection[int]) -> None:
         """Some workers have stages and optimizers, and nothing else: send them the rest, now or when it is needed."""

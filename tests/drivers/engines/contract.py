@@ -79,6 +79,24 @@ def a_worker_is_replaced_or_the_reason_is_given(cluster):
     assert engine.deaths() == {} and ask(session, 1, "pid") == session.workers[1].pid
 
 
+def a_worker_is_ended_and_started_again_or_the_reason_is_given(cluster):
+    engine, session = cluster.engine, cluster.session
+    if engine.fixed is not None:
+        with pytest.raises(ClusterError) as refused:
+            engine.end([1])
+        assert str(refused.value) == engine.fixed
+        return
+    pid = session.workers[1].pid
+    for _ in range(2):
+        engine.end([1])
+    assert engine.deaths() == {}
+    session.renew({}, [1])
+    assert cluster.gone == {1} and ask(session, 0, "pid") == session.workers[0].pid
+    session.renew(engine.replace([1]))
+    assert not cluster.gone and ask(session, 1, "pid") == session.workers[1].pid != pid
+    assert engine.deaths() == {}
+
+
 def all_end_and_once_is_enough(cluster):
     """The last one: after this nothing can be sent."""
     with within(10):
@@ -97,6 +115,7 @@ CONTRACT = [
     one_worker_is_answered_while_another_computes,
     nobody_has_died,
     a_worker_is_replaced_or_the_reason_is_given,
+    a_worker_is_ended_and_started_again_or_the_reason_is_given,
     messages_are_answered_in_their_order,
     all_end_and_once_is_enough,
 ]

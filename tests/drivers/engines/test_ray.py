@@ -117,6 +117,17 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         assert run.losses == losses
         for name, value in run.driver.state_dict().items():
             assert torch.equal(value, state[name]), name
+
+        run.lose(far[0])
+        with pytest.raises(WorkerLostError):
+            run.step(STEPS)
+        for left, without in ((2, {far[0]}), (3, set())):  # without the lost worker, and then with another in its place
+            assert run.driver.recover(workers=left)["step"] == 2
+            assert workers.gone == without
+            assert (workers.workers[far[0]] in str(workers.routes)) == (not without)
+            run.steps(2, STEPS)
+            assert list(run.losses.values()) == pytest.approx(list(losses.values()), rel=1e-12)
+        after = pids(workers)
     assert gone(after)
     assert not ray.is_initialized()
 

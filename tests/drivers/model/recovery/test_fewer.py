@@ -213,7 +213,7 @@ def test_a_schedule_that_cannot_run_on_fewer_workers_is_replaced_until_there_are
     run.protect(1)
     lose(run, 0)
     with pytest.warns(
-        PippyWarning, match="on with schedule='1f1b', because its own .*zb_v.* two stages on each worker"
+        PippyWarning, match="on with schedule='1f1b', because the driver's own .*zb_v.* two stages on each worker"
     ):
         run.driver.recover(workers=1)
     assert run.driver.schedule == "1f1b"
