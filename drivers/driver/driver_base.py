@@ -30,11 +30,10 @@ from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
 from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
-from pippy.drivers.driver.steps.arrangement import Arrangement, WorkersToGoOnWith, check_fewer
+from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
     check_chunks,
     check_options,
-    check_replicated,
     checked_buffers,
     checked_checkpoint,
     checked_out_of_order,
@@ -43,21 +42,19 @@ from pippy.drivers.driver.steps.driver_arguments import (
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
-from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, check_single_loss
+from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.running_step import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.topology import DriverPlaces
 from pippy.drivers.generation.generation import TokenGeneration
-from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.recovery.recovery import finish_saving
 from pippy.drivers.model.recovery.replace_workers import NotReplaced
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
-from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.passes.halves import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.stages import AskCompiled
@@ -71,7 +68,6 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
-from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.stages_table import table_cells
@@ -138,13 +134,11 @@ class PipelineDriverBase(ModelOnWorkers):
         self._compares_by_step = by_step if check and compiled.loss is not None else None
         compile_with, numbers = compile_options(compile), first_numbers(keyed_random)
         there, gone = len(self.cluster), self.cluster.gone
-        self._own = chosen_workers(there, compiled.num_stages, world_size, all_ranks, replicas, gone)
+        chosen = chosen_workers(there, compiled.num_stages, world_size, all_ranks, replicas, gone)
         checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
-        self._requested = RequestedSchedule(
-            self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas
-        )
-        self._first = self._arranged(self._requested, self._own, compiled)
-        ranks = self._first.replicas
+        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas)
+        self._arrangements = Arrangements(compiled, schedule, chosen, single_loss, mask)
+        ranks = self._arrangements.first.replicas
         follow_parameters(pipe)
         self._module_hooks = module_hooks_of(pipe).again()
         self._module_hooks.check()
@@ -156,37 +150,18 @@ class PipelineDriverBase(ModelOnWorkers):
             self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
         )
         super().__init__(pipe, placed, commands, self.cluster)
-        self._arrange(self._first)
+        self._arrange(self._arrangements.first)
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
-
-    def _arranged(self, schedule: RequestedSchedule, chosen: Sequence[int], compiled: Compiled) -> Arrangement:
-        """The workers that run the stages by a schedule, of those that are ``chosen``. Raises if they cannot."""
-        settings, auto = self._settings, schedule.auto
-        if schedule.replicas > 1:
-            single_loss, mask = settings.single_loss, settings.mask
-            check_replicated(schedule.replicas, auto=auto is not None, single_loss=single_loss, mask=mask)
-        arrangement = Arrangement.of(schedule, chosen)
-        placement = arrangement.placement
-        if placement.stages != compiled.num_stages:
-            raise DriverError(
-                f"the {'placement' if isinstance(schedule.schedule, str) else 'program'} is for {placement.stages} stages, "
-                f"and the Pipe has {compiled.num_stages}; give each of them a worker"
-            )
-        if auto is not None:
-            auto.limits.check(placement)
-        if settings.single_loss:
-            example = schedule.example(chunks=3, workers=placement.workers)
-            check_single_loss(example, loss_stage(compiled), settings.mask)
-        return arrangement
 
     def _arrange(self, arrangement: Arrangement) -> None:
         """Have what depends on the workers and the schedule. The stages are placed."""
         schedule, settings = arrangement.schedule, self._settings
         self._arrangement, self.placement, self.ranks = arrangement, arrangement.placement, arrangement.ranks
         self.schedule, self.replicas, self._auto = schedule.schedule, schedule.replicas, schedule.auto
-        limit = self._out_of_order if self.placement == self._first.placement else bool(self._out_of_order)
+        given_for_it = self.placement == self._arrangements.first.placement
+        limit = self._out_of_order if given_for_it else bool(self._out_of_order)
         to_send = self.placed, self.commands, self.placement.workers
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
@@ -430,7 +405,7 @@ class PipelineDriverBase(ModelOnWorkers):
             if not fewer:
                 raise
             source.warn(f"{error.why}; the run goes on with the workers that are left")
-            return self._recover(lambda lost: WorkersToGoOnWith.left(self._arrangement, self._own, lost), schedule)
+            return self._recover(partial(self._arrangements.left, self._arrangement), schedule)
 
     def _recover(
         self, ask: Callable[[Collection[int]], WorkersToGoOnWith], schedule: str | Program | None
@@ -443,40 +418,17 @@ class PipelineDriverBase(ModelOnWorkers):
             asked = ask(missing)
             if asked == WorkersToGoOnWith() and schedule is None:
                 return lost | missing.intersection(self.ranks)
-            next_one, warning = self._next(asked, schedule, missing)
+            next_one, warning = self._arrangements.next(self._arrangement, asked, schedule, missing)
             return missing.intersection(next_one.ranks)
 
         def settle() -> None:
             self._settle(next_one)
 
         values = self.recovery.recover(self.loading, self._send_again, self._settings.timeout, wanted, settle)
-        if schedule is not None:
-            self._requested = self._arrangement.schedule
+        self._arrangements.note(self._arrangement, schedule)
         if warning:
             source.warn(warning)
         return values
-
-    def _next(
-        self, asked: WorkersToGoOnWith, schedule: str | Program | None, lost: Collection[int]
-    ) -> tuple[Arrangement, str]:
-        """The workers to go on with, and their schedule; and why this is not the driver's own, if it is not."""
-        chosen = asked.chosen(self._arrangement, self._own, lost)
-        requested = replace(self._requested, replicas=asked.count_of_replicas(self._arrangement))
-        if schedule == "auto":
-            raise DriverError(
-                "schedule='auto' is for a new driver; leave schedule= out to go on with the driver's own, or give another"
-            )
-        if schedule is not None:
-            given = replace(requested, schedule=schedule, options={}, auto=None)
-            return self._arranged(given, chosen, self.compiled_pipe), ""
-        try:
-            return self._arranged(requested, chosen, self.compiled_pipe), ""
-        except (DriverError, ScheduleError) as error:
-            if requested.auto is not None:
-                raise DriverError(f"{error}. Give recover() another schedule=, as in schedule='1f1b'") from error
-            simple = "fill_drain" if self._settings.single_loss else "1f1b"
-            arranged = self._arranged(replace(requested, schedule=simple, options={}), chosen, self.compiled_pipe)
-            return arranged, f"the run goes on with schedule={simple!r}, because the driver's own cannot run on these workers: {error}"
 
     def _settle(self, arrangement: Arrangement) -> None:
         """Have the stages on these workers from now on. Nothing is sent."""
@@ -489,7 +441,6 @@ class PipelineDriverBase(ModelOnWorkers):
         self.commands.place(self.placed.workers, bool(self.placed.replicated))
         self._arrange(arrangement)
         self.steps.recording = recording
-        self._own = list(dict.fromkeys([*self._own, *self.ranks]))
         self.cluster.open_drivers[self.number] = self._places
 
     def _send_again(self, workers: Collection[int]) -> None:

@@ -1,16 +1,20 @@
 """Which workers of a cluster run the stages of a driver, and by which schedule: at first, and after a recovery."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.driver.steps.driver_arguments import checked_ranks
-from pippy.drivers.driver.steps.programs import RequestedSchedule
+from pippy.drivers.driver.steps.driver_arguments import check_replicated, checked_ranks
+from pippy.drivers.driver.steps.programs import RequestedSchedule, check_single_loss
+from pippy.drivers.lowering.flow import loss_stage
+from pippy.drivers.plan import Program
+from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.language.placement import Placement
 from pippy.ir.base.brief import brief
 from pippy.ir.base.trees import describe
+from pippy.ir.record.compiled import Compiled
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,6 @@ class WorkersToGoOnWith:
     workers: int | Sequence[int] | None = None
     replicas: int | None = None
 
-    @classmethod
-    def left(cls, now: Arrangement, own: Collection[int], lost: Collection[int]) -> "WorkersToGoOnWith":
-        """As many replicas as can be made of the workers that are left; or one pipeline on all of them."""
-        left = len([rank for rank in own if rank not in lost])
-        replicas = left // now.placement.workers if now.schedule.replicas > 1 else 0
-        if not left:
-            raise DriverError("none of the driver's workers is left; open another cluster, and driver.load() there")
-        return cls(replicas=min(replicas, now.schedule.replicas)) if replicas else cls(left, 1)
-
     def check(self, there: int) -> None:
         """Raise if they are no numbers, or name no workers of a cluster with so many."""
         for name, count in (("workers", self.workers), ("replicas", self.replicas)):
@@ -108,6 +103,75 @@ class WorkersToGoOnWith:
         if replicas == now.schedule.replicas and set(found) == set(now.ranks):
             return list(now.ranks)
         return found if replicas > 1 else sorted(found, key=list(own).index)
+
+
+class Arrangements:
+    """Those that one driver can have: it is made for ``first``, on the workers ``chosen``, and recoveries choose others.
+
+    ``single_loss`` and ``mask`` are what the driver was given.
+    """
+
+    def __init__(
+        self, compiled: Compiled, schedule: RequestedSchedule, chosen: Sequence[int], single_loss: bool, mask: bool
+    ) -> None:
+        self.compiled, self.single_loss, self.mask = compiled, single_loss, mask
+        self.requested, self.own = schedule, list(chosen)
+        self.first = self._checked(schedule, chosen)
+
+    def _checked(self, schedule: RequestedSchedule, chosen: Sequence[int]) -> Arrangement:
+        """That of a schedule on these workers. Raises if they cannot run the stages by it."""
+        auto, replicas, stages = schedule.auto, schedule.replicas, self.compiled.num_stages
+        if replicas > 1:
+            check_replicated(replicas, auto=auto is not None, single_loss=self.single_loss, mask=self.mask)
+        arrangement = Arrangement.of(schedule, chosen)
+        placement = arrangement.placement
+        if placement.stages != stages:
+            raise DriverError(
+                f"the {'placement' if isinstance(schedule.schedule, str) else 'program'} is for {placement.stages} stages, "
+                f"and the Pipe has {stages}; give each of them a worker"
+            )
+        if auto is not None:
+            auto.limits.check(placement)
+        if self.single_loss:
+            example = schedule.example(chunks=3, workers=placement.workers)
+            check_single_loss(example, loss_stage(self.compiled), self.mask)
+        return arrangement
+
+    def next(
+        self, now: Arrangement, asked: WorkersToGoOnWith, schedule: str | Program | None, lost: Collection[int]
+    ) -> tuple[Arrangement, str]:
+        """What a recovery goes on with, by another schedule, if one is given; and a warning, if the driver's own cannot be."""
+        chosen = asked.chosen(now, self.own, lost)
+        requested = replace(self.requested, replicas=asked.count_of_replicas(now))
+        if schedule == "auto":
+            raise DriverError(
+                "schedule='auto' is for a new driver; leave schedule= out to go on with the driver's own, or give another"
+            )
+        if schedule is not None:
+            return self._checked(replace(requested, schedule=schedule, options={}, auto=None), chosen), ""
+        try:
+            return self._checked(requested, chosen), ""
+        except (DriverError, ScheduleError) as error:
+            if requested.auto is not None:
+                raise DriverError(f"{error}. Give recover() another schedule=, as in schedule='1f1b'") from error
+            simple = "fill_drain" if self.single_loss else "1f1b"
+            warning = f"the run goes on with schedule={simple!r}, because the driver's own cannot run on these workers: {error}"
+            return self._checked(replace(requested, schedule=simple, options={}), chosen), warning
+
+    def left(self, now: Arrangement, lost: Collection[int]) -> WorkersToGoOnWith:
+        """As many replicas as can be made of the workers that are left; or one pipeline on all of them."""
+        left = len([rank for rank in self.own if rank not in lost])
+        replicas = left // now.placement.workers if now.schedule.replicas > 1 else 0
+        if not left:
+            raise DriverError("none of the driver's workers is left; open another cluster, and driver.load() there")
+        return (
+            WorkersToGoOnWith(replicas=min(replicas, now.schedule.replicas)) if replicas else WorkersToGoOnWith(left, 1)
+        )
+
+    def note(self, now: Arrangement, schedule: str | Program | None) -> None:
+        """The driver has gone on, by this schedule, if one was given: it and the workers are its own from now on."""
+        self.requested = self.requested if schedule is None else now.schedule
+        self.own = list(dict.fromkeys([*self.own, *now.ranks]))
 
 
 def check_fewer(fewer: Any, workers: Any = None, replicas: Any = None) -> None:

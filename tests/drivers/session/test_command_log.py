@@ -314,6 +314,26 @@ def test_replaced_workers_begin_anew_and_the_others_are_told_what_they_were_not(
     assert [each.worker for each in log.replace([2]) if isinstance(each, Tell)] == [], "they were told"
 
 
+def test_nothing_is_told_to_a_worker_that_is_gone_until_it_has_a_process_again(log):
+    posted(log, {0: STEP, 1: STEP})
+    log.lose(1, WorkerLostError("second", 1, "here", 1, "it died"))
+    told = log.replace([], gone=[1])
+    assert [(each.worker, type(each.message)) for each in told] == [
+        (0, GiveUp),
+        (2, GiveUp),
+        (0, Command),
+        (2, Command),
+    ]
+    assert told[-1].message.body == ForgetPeers((1,)) and log.present == [0, 2] and log.starts == [0, 1, 0]
+    log.replaced()
+    posted(log, {0: STEP})
+    assert [each.worker for each in log.give_up(StepError("why")) if isinstance(each, Tell)] == [0, 2]
+    log.told(StepError("why"))
+    log.lose(2, WorkerLostError("third", 2, "here", 1, "it died"))
+    assert {each.worker for each in log.replace([1, 2]) if isinstance(each, Send)} == {0}
+    assert log.present == [0, 1, 2] and log.starts == [0, 2, 1]
+
+
 def test_a_driver_that_is_gone_is_named_again_if_the_command_that_named_it_was_given_up(log):
     """A worker that had not begun that command kept the driver's stages for ever."""
     log.drop(7, (0,))

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from pippy import local_cluster
 from pippy.drivers.base.errors import DriverError, WorkerLostError
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.plan import make_schedule
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.model.recovery.runs import Run, model, opened, undisturbed
 from tests.drivers.processes import close_open_cluster
@@ -135,6 +136,37 @@ def test_what_is_printed_is_true_of_the_workers_that_are_left(workers):
     other = Run(workers, made=model(STAGES))
     assert other.driver.ranks == (0, 2, 3)
     other.step(0)
+
+
+PROGRAM = make_schedule("zb_h1", workers=4, chunks=4)
+
+
+@pytest.mark.parametrize(
+    "options, warning",
+    [
+        ({"schedule": "auto"}, ""),
+        ({"out_of_order": 4}, ""),  # of a stage on each worker; a worker with two of them holds more
+        ({"schedule": PROGRAM}, "on with schedule='1f1b', because .* on these workers: the program needs 4 workers"),
+        ({"schedule": "fill_drain", "single_loss": True, "placement": dict(enumerate(range(4)))}, "'fill_drain'"),
+    ],
+)
+def test_drivers_of_all_kinds_go_on(workers, expected, options, warning):
+    run = Run(workers, made=model(STAGES), **options)
+    run.steps(0, 2)
+    run.protect(2)
+    lose(run, 3)
+    with pytest.warns(PippyWarning, match=warning) if warning else nullcontext():
+        run.driver.recover(workers=3)
+    goes_on(run, expected[STAGES], 2, STEPS)
+
+
+def test_limits_of_each_worker_fit_no_other_number_of_workers(workers):
+    run = Run(workers, made=model(STAGES), schedule="auto", max_live=[9] * 4)
+    lose(run, 3)
+    with pytest.raises(DriverError, match=r"has 4 limits for 3 workers.*Give recover\(\) another schedule="):
+        run.driver.recover(workers=3)
+    assert run.driver.recover(workers=3, schedule="1f1b") == {}
+    run.step(0)
 
 
 def test_a_loss_that_nobody_has_noticed_is_found_by_the_recovery(workers, expected):
