@@ -1,9 +1,13 @@
 """What a PipelineTrainer cannot do is refused before anything starts, and the message says what to do."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from transformers import HfArgumentParser
 
+import pippy.integrations.transformers as integration
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.integrations.transformers.refusals import REFUSED_ARGUMENTS, check_training_arguments
 from tests.integrations.trainers import PipelineArguments, PipelineTrainer, arguments, gpt2, padded, sentences
@@ -64,6 +68,13 @@ def test_a_pipeline_that_nobody_has_described(tmp_path):
         PipelineTrainer(gpt2(), arguments(tmp_path), pipeline=4)
     with pytest.raises(DriverError, match=r"replicas=0: give a number of 1 or more"):
         PipelineTrainer(gpt2(), arguments(tmp_path), pipeline=PipelineArguments(stages=1, replicas=0))
+
+
+@pytest.mark.parametrize("name", ["transformers", "accelerate"])
+def test_without_the_library(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'{name}.* install the extra: pip install -e "\.\[transformers\]"'):
+        importlib.reload(integration)
 
 
 def test_arguments_of_a_command_line():

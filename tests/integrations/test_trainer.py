@@ -194,6 +194,52 @@ def test_losses_of_the_users_own(kind, given, tmp_path, threads):
     assert_same_history(own, plain)
 
 
+class LeavesOut:
+    """A Trainer that evaluates without ``num_items_in_batch``, as TRL's."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=False), None, None
+
+
+class PlainLeavesOut(LeavesOut, Trainer):
+    pass
+
+
+class OwnLeavesOut(PipelineTrainer, PlainLeavesOut):
+    pass
+
+
+def test_a_trainer_that_evaluates_in_its_own_way(tmp_path, threads):
+    plain, own = trainers(
+        gpt2(),
+        tmp_path,
+        threads,
+        {"max_steps": 1},
+        (PlainLeavesOut, OwnLeavesOut),
+        eval_dataset=sentences(9),
+        **LANGUAGE,
+    )
+    for each in (plain, own):
+        each.evaluate()  # before, the stages are made for it; and after, they are those of the training
+    train(plain, own)
+    for each in (plain, own):
+        each.evaluate()
+    assert_same_history(own, plain)
+
+
+def test_another_training_may_have_other_arguments(tmp_path, threads):
+    plain, own = trainers(gpt2(), tmp_path, threads, {"max_steps": 2}, **LANGUAGE)
+    train(plain, own)
+    for each in (plain, own):
+        each.data_collator = lambda rows: {
+            name: value for name, value in padded(rows).items() if name != "attention_mask"
+        }
+    train(plain, own)
+    assert_same_history(own, plain)
+    assert_same_model(own.model, plain.model)
+
+
 class Seen(TrainerCallback):
     def __init__(self):
         self.calls = []

@@ -43,6 +43,7 @@ class PipelinedModel:
         losses = {"check": self.is_cut, **({} if how is None else {"loss_reduction": how})}
         self.driver = PipelineDriver(self.pipe, cluster, **{**losses, **arguments.driver_options(), **options})
         self.scaler: PipelineGradScaler | None = None
+        self.is_training = False
 
     @property
     def model(self) -> nn.Module:
@@ -52,12 +53,17 @@ class PipelinedModel:
     def _chunks(self, rows: int) -> int:
         return self.arguments.chunks_of(rows, self.accumulated, self.stages) if self.is_cut else 1
 
+    def takes(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the arguments that the stages were made for."""
+        return self.names == set(batch)
+
     def train(self, batches: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Run batches forward and backward, and give the sum of their losses.
 
         Losses that are sums over all batches, divided by what these hold together, are one step of the pipeline. A loss that is
         a mean over its batch is a step of its own.
         """
+        self.is_training = True
         together = [batches] if self.sums else [[each] for each in batches]
         running = []
         for each in together:

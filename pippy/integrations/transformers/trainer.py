@@ -119,9 +119,16 @@ class PipelineTrainer(Trainer):
             self._cluster = self._own_cluster = open_cluster(arguments.stages_on(1) * arguments.replicas)
         return self._cluster
 
-    def _pipelined_for(self, batch: Mapping[str, Any]) -> PipelinedModel:
-        """The model on the workers; made if it is not there, or if the Trainer has another model now."""
-        if self._pipelined is not None and self._pipelined.model is not self.model:
+    def _pipelined_for(self, batch: Mapping[str, Any], trains: bool = False) -> PipelinedModel:
+        """The model on the workers; made if it is not there, or if the Trainer has another model now.
+
+        Stages that were made for an evaluation, or another training, are made again if batches for training have other
+        arguments.
+        """
+        there = self._pipelined
+        if there is not None and (
+            there.model is not self.model or (trains and not there.is_training and not there.takes(batch))
+        ):
             self._drop()
         if self._pipelined is None:
             assert self.model is not None
@@ -202,6 +209,8 @@ class PipelineTrainer(Trainer):
         result = super().train(*args, **kwargs)
         self._waiting.clear()
         self.update_model()
+        if self._pipelined is not None:
+            self._pipelined.is_training = False
         return result
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +234,7 @@ class PipelineTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         with self.compute_loss_context_manager():
-            return self._pipelined_for(batches[0]).train(batches).to(self.args.device)
+            return self._pipelined_for(batches[0], trains=True).train(batches).to(self.args.device)
 
     def _accumulated(self) -> int:
         """How many batches the update has that is computed now."""
@@ -260,14 +269,10 @@ class PipelineTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Evaluate a batch on the workers. One without labels is computed by the model of this process."""
+        """Evaluate a batch on the workers, or, if they cannot take it, in this process: one without labels, say."""
 
         def here(**arguments: Any) -> Any:
-            _logger.warning_once(
-                "PipelineTrainer: these batches have no labels, for which the stages were not made; the model in this process "
-                "computes them"
-            )
-            return self.update_model()(**arguments)
+            return self._model_here()(**arguments)
 
         self.compute_loss = partial(self._loss_of_workers, not prediction_loss_only)  # type: ignore[method-assign]
         try:
@@ -282,9 +287,19 @@ class PipelineTrainer(Trainer):
         """In the place of `compute_loss` while a batch is evaluated."""
         call = self._call(inputs, num_items_in_batch, 1)
         pipelined = self._pipelined_for(call)
+        if not pipelined.takes(call):
+            return type(self).compute_loss(self, self._model_here(), inputs, return_outputs, num_items_in_batch)
         loss, outputs = pipelined.evaluate(call, with_outputs)
         loss = loss.to(self.args.device)
         return (loss, outputs) if return_outputs else loss
+
+    def _model_here(self) -> nn.Module:
+        """The model of this process, with the parameters of the workers, for a batch that they cannot take."""
+        _logger.warning_once(
+            "PipelineTrainer: batches with other arguments than those that the stages were made for are computed by the model "
+            "in this process, and not by the workers"
+        )
+        return self.update_model()
 
     # Checkpoints
 
