@@ -50,3 +50,10 @@ class Answer:
 
     value: Any = None
     failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class AnswerCompiling(Answer):
+    """The answer of a worker that compiles in the background: how many pieces are done, and how many there are."""
+
+    compiling: tuple[int, int] | None = None

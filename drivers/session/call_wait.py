@@ -124,8 +124,8 @@ class CallWait:
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
-        pong, error = outcome(ping.future.value)
+        _, error = outcome(ping.future.value)
         if error is not None:
             how = f"the connection to it broke: {last_line(error)}"
             raise self.workers.mark_lost(ping.worker, how)
-        self.workers.heard(ping.worker, pong)
+        self.workers.heard(ping.worker, ping.answer)

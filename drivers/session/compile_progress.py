@@ -1,14 +1,14 @@
 """The progress of compiling on the workers, on one line of a terminal."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TextIO
 
 _LONGEST = 78
 
 
 class CompileProgress:
-    """Shows how many pieces of stages workers have compiled, while a call waits for them. It writes to a terminal only.
+    """Shows how many pieces of stages workers have compiled, while calls wait for them. It writes to a terminal only.
 
     >>> progress = CompileProgress(["worker0", "worker1"])
     >>> progress.line({0: (1, 3), 1: (0, 2)})
@@ -17,24 +17,32 @@ class CompileProgress:
 
     def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
         self.names, self.stream = names, stream
-        self.now: dict[
-            int, tuple[int, int]
-        ] = {}  # of each worker that compiles: how many pieces are done, and of how many
+        # of each worker that compiles: how many pieces are done, and how many there are
+        self.now: dict[int, tuple[int, int]] = {}
         self.shown = False
+
+    def begin(self, workers: Collection[int]) -> None:
+        """A call waits for these workers: show what they have told before, as they do that compile in the background."""
+        if not self.now.keys().isdisjoint(workers):
+            self._write()
 
     def show(self, worker: int, progress: tuple[int, int] | None) -> None:
         """Show what a worker has told: None if it does not compile."""
         if progress is not None:
             self.now[worker] = progress
+        elif self.now.pop(worker, None) is None:
+            return
+        if self.now:
+            self._write()
         else:
-            self.now.pop(worker, None)
+            self.end()
+
+    def _write(self) -> None:
         stream = self.stream or sys.stderr
-        if self.now and stream is not None and stream.isatty():
+        if stream is not None and stream.isatty():
             self.shown = True
             stream.write(f"\r{self.line(self.now)}\x1b[K")
             stream.flush()
-        elif not self.now:
-            self.end()
 
     def line(self, now: dict[int, tuple[int, int]]) -> str:
         """What is shown."""
@@ -42,8 +50,7 @@ class CompileProgress:
         return f"compiling: {each}"[:_LONGEST]
 
     def end(self) -> None:
-        """Clear the line."""
-        self.now.clear()
+        """The call waits no longer: clear the line."""
         if self.shown:
             self.shown = False
             stream = self.stream or sys.stderr

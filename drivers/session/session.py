@@ -98,7 +98,7 @@ class Session:
         return self._urgent(worker, Ping())
 
     def heard(self, worker: int, pong: Any) -> None:
-        """Note what a worker has answered to a ping."""
+        """Note what a worker has told of its compiling, with an answer to a ping or a command."""
         self.compiling.show(worker, pong)
 
     def _urgent(self, worker: int, message: Any) -> PendingCall:
@@ -159,6 +159,8 @@ class Session:
             with uninterrupted():
                 wait = CallWait(self, calls, timeout, over)
                 self._waits.add(own := weakref.ref(wait, self._waits.discard))
+            if self.compiling.now:
+                self.compiling.begin({call.worker for call in wait.waiting})
             yield wait
         finally:
             if wait is not None:
@@ -284,6 +286,7 @@ class Session:
         for call in self.completed(calls, left, lambda: oldest.done):
             if oldest.unclaimed.pop(call.worker, None) is not None:
                 answer = _answer(call)
+                self.heard(call.worker, getattr(answer, "compiling", None))
                 with self.lock:
                     self._do(self.log.answered(oldest, call.worker, answer))
         if not oldest.done:

@@ -155,6 +155,11 @@ class DriverState:
         if self.statistics is not None:
             self.statistics.drop(first, last)
 
+    def close(self) -> None:
+        """End what this has started."""
+        if self.graphs is not None:
+            self.graphs.close()
+
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
@@ -217,6 +222,8 @@ class DriverState:
 
     def _try_out(self, trial: RunTrial, number: int) -> TrialResult:
         self._set_flags(trial.step.flags or {})
+        if self.graphs is not None:
+            self.graphs.begin_step()
         step = trial.step
         self.running = executor = self.programs[step.program]
 
@@ -245,7 +252,7 @@ class DriverState:
         watchers = (executor.recorder if step.record else None, kept, outputs, witness)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
-        prepared = None if self.graphs is None else self.graphs.prepared
+        prepared = 0 if self.graphs is None else self.graphs.begin_step()
         with ExitStack() as stack:
             stack.enter_context(random)
             stack.enter_context(unchanged)
@@ -258,7 +265,7 @@ class DriverState:
                 stack.enter_context(self.statistics.step(number))
             result = executor.run(context, [each for each in watchers if each is not None])
         self.running, self.hooks_looked_at = None, True
-        if self.graphs is not None and self.graphs.prepared != prepared:
+        if self.graphs is not None and self.graphs.has_prepared(prepared):
             result = replace(result, prepared=True)
         if kept is not None:
             result = replace(result, kept=dict(kept.kept))

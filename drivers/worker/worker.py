@@ -12,7 +12,7 @@ import torch
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
-from pippy.drivers.protocol.commands import Answer, Command, Failure
+from pippy.drivers.protocol.commands import Answer, AnswerCompiling, Command, Failure
 from pippy.drivers.protocol.generation import Generate
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
 from pippy.drivers.protocol.steps import Step
@@ -40,6 +40,13 @@ class Worker:
 
     def run(self) -> None:
         """Run commands until the queue of messages ends."""
+        try:
+            self._run()
+        finally:
+            for driver in list(self.drivers):
+                self._forget(driver)
+
+    def _run(self) -> None:
         messages, transport = self.context.messages, self.context.transport
         if self.context.copies is not None:
             self.context.copies.accelerator.set_current()  # before anything of the user's runs in this thread
@@ -60,7 +67,8 @@ class Worker:
             return Answer(failure=Failure("given up", ""))
         self.command = command
         try:
-            return Answer(self._obey(command))
+            value, compiling = self._obey(command), self.compiling()
+            return Answer(value) if compiling is None else AnswerCompiling(value, compiling=compiling)
         except Interrupted:
             failure = Failure("given up", "")
         except PeerLost as error:
@@ -166,12 +174,19 @@ class Worker:
 
     def _free(self, drivers: Sequence[int]) -> None:
         """Drop what drivers hold, and free its memory at once: stages may be large, and are in reference cycles."""
-        gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
+        gone = [driver for driver in drivers if self._forget(driver)]
         if gone:
             gc.collect()
             self.context.transport.trim()
             if self.context.copies is not None:
                 self.context.copies.accelerator.free_cache()
+
+    def _forget(self, driver: int) -> bool:
+        """Drop a driver's state. Returns whether there was one."""
+        state = self.drivers.pop(driver, None)
+        if state is not None:
+            state.close()
+        return state is not None
 
     def _clean_up(self, number: int) -> None:
         """Drop the gradients and values of commands that were given up before the command with this number."""

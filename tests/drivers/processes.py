@@ -174,10 +174,15 @@ def links(folder):
             yield os.readlink(link)
 
 
+def children(pid):
+    """The processes that a process has started."""
+    for each in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            yield from map(int, each.read_text().split())
+
+
 def descendants(pid):
     """The processes that a process has started, those that they have started, and so on."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            for child in map(int, children.read_text().split()):
-                yield child
-                yield from descendants(child)
+    for child in children(pid):
+        yield child
+        yield from descendants(child)

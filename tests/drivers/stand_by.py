@@ -54,7 +54,9 @@ class StandBy:
         with patch.object(local_engine, "subprocess", subprocess):
             yield
 
-    def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
+    def popen(
+        self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False, process_group=None
+    ):
         """For ``python -P -c code`` and ``python -m module``, with arguments."""
         numbers = [1, 2, *pass_fds]
         _, option, code, *arguments = (each for each in command if each != "-P")
@@ -64,7 +66,8 @@ class StandBy:
                 f"import runpy, sys; sys.path.insert(0, {str(cwd or os.getcwd())!r}); "
                 f"runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
             )
-        request = (code, ["-c", *arguments], numbers, env, str(cwd or os.getcwd()), os.nice(0), start_new_session)
+        folder, groups = str(cwd or os.getcwd()), (start_new_session, process_group)
+        request = (code, ["-c", *arguments], numbers, env, folder, os.nice(0), *groups)
         answers, answer = os.pipe()
         try:
             with self._asking, _adopting():
@@ -154,10 +157,12 @@ def serve(requests: socket.socket) -> None:
             os.close(each)
 
 
-def become(files, code, arguments, numbers, env, folder, niceness, new_session) -> None:
+def become(files, code, arguments, numbers, env, folder, niceness, new_session, process_group) -> None:
     """Run the code of ``python -c`` as a process does that was started with these files, environment and folder."""
     if new_session:
         os.setsid()
+    if process_group is not None:
+        os.setpgid(0, process_group)
     os.nice(niceness - os.nice(0))
     os.chdir(folder)
     os.environ.clear()

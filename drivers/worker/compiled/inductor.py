@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.worker.compiled.backend import Code, example_inputs, plain_graph, takes_a_list
+from pippy.drivers.protocol.compile_options import INDUCTOR, CompileOptions
+from pippy.drivers.worker.compiled.backend import (
+    Backend,
+    CalledBackend,
+    Code,
+    example_inputs,
+    plain_graph,
+    takes_a_list,
+)
 from pippy.ir.halves.pieces import Piece
 
 
@@ -34,18 +42,33 @@ class Inductor:
 
     def compile(self, piece: Piece, key: str, wait: bool) -> Code | None:
         """The code of a piece, from the folder if it is there; None if another worker makes it, and this one does not wait."""
+        found = self._found(piece, key, wait)
+        return None if found is None else found[0]
+
+    def compile_to_send(self, piece: Piece, key: str, wait: bool) -> Path | None:
+        """The file that the code of a piece is in; None as for `compile`."""
+        found = self._found(piece, key, wait)
+        if found is not None and not found[1].exists():
+            raise OSError(f"what was compiled could not be written to {found[1].parent}")
+        return None if found is None else found[1]
+
+    def code_of(self, sent: Path) -> Code:
+        """The code that is in a file."""
+        code = takes_a_list(torch._inductor.CompiledArtifact.load(path=str(sent), format="binary"))
+        self.loaded += 1
+        return code
+
+    def _found(self, piece: Piece, key: str, wait: bool) -> tuple[Code, Path] | None:
+        """The code of a piece, and the file that it is in, if it could be written."""
         options = {**(torch._inductor.list_mode_options(self.mode) if self.mode else {}), **self.options}
         name = blake2b(f"{key} {_settings(options)}".encode(), digest_size=16).hexdigest()
-        artifact_class = torch._inductor.CompiledArtifact
         with _locked(self._folder() / f"{name}.lock", wait) as locked:
             if not locked:
                 return None
             path = self._folder() / name
             if path.exists():
                 try:
-                    code = takes_a_list(artifact_class.load(path=str(path), format="binary"))
-                    self.loaded += 1
-                    return code
+                    return self.code_of(path), path
                 except Exception:
                     path.unlink(missing_ok=True)  # of another version, or half written: it is compiled again
             artifact = torch._inductor.standalone_compile(
@@ -59,7 +82,7 @@ class Inductor:
                 own = path.with_name(f"{name}.{os.getpid()}")
                 artifact.save(path=str(own), format="binary")
                 own.replace(path)
-            return takes_a_list(artifact)
+            return takes_a_list(artifact), path
 
     def _folder(self) -> Path:
         if self.folder is None:
@@ -68,6 +91,17 @@ class Inductor:
             self.folder = Path(cache_dir()) / "pippy"
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder
+
+
+def backend_of(options: CompileOptions) -> Backend:
+    """What compiles with these options: `Inductor`, or another backend."""
+    if options.backend != INDUCTOR:
+        return CalledBackend(options.backend, options.mode, options.options)
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config  # slow to import
+
+        config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
+    return Inductor(options.mode, options.options)
 
 
 def _settings(options: Mapping[str, Any]) -> str:

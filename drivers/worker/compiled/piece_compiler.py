@@ -1,12 +1,12 @@
 """Compiles the pieces of stages, those that are alike once: `PieceCompiler`.
 
-    a piece ─▶ its text, shapes and constants ─▶ a key ─▶ the backend compiles it, or has it
+    a piece ─▶ its text, shapes and constants ─▶ a key ─▶ the backend compiles it, or has it;
+                                                          in the background another process does
 
 Random numbers are drawn in front of the compiled code, by the same operations in the same order as without. Products that go
 into sums of gradients follow behind it.
 """
 
-import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -14,43 +14,46 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.drivers.protocol.compile_options import GRAPHS, INDUCTOR, CompileOptions
-from pippy.drivers.worker.compiled.backend import Backend, CalledBackend, Code, one_at_a_time
-from pippy.drivers.worker.compiled.inductor import Inductor
-from pippy.ir.base.errors import StageError
+from pippy.drivers.protocol.compile_options import GRAPHS, CompileOptions
+from pippy.drivers.worker.compiled.backend import Code, Compiler, NotCompiled, one_at_a_time
+from pippy.drivers.worker.compiled.compile_process import CompileProcess
+from pippy.drivers.worker.compiled.inductor import backend_of
 from pippy.ir.base.node_notes import FAKE_VALUE
-from pippy.ir.base.readable import shortened
 from pippy.ir.halves.adding_up import Parted, without_sums
 from pippy.ir.halves.joint import draws_or_seeds
 from pippy.ir.halves.pieces import Piece, without_draws
 from pippy.ir.halves.quick_code import quick_code
 
 
-class NotCompiled(StageError):
-    """A piece that is not compiled, and why. It runs as a graph."""
-
-
 class PieceCompiler:
-    """Compiles pieces by a backend."""
+    """Compiles pieces by a backend, or in the background by a process."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Compiler) -> None:
         self.backend = backend
+        self.process = backend if isinstance(backend, CompileProcess) else None
         self.made: dict[str, Code | NotCompiled] = {}
-        # while it compiles: how many pieces are done, and how many there are
-        self.progress: tuple[int, int] | None = None
+        self._progress: tuple[int, int] | None = None
 
-    def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled]:
-        """The compiled codes of pieces, or why there are none. Those that other workers compile now come last."""
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """While pieces are compiled: how many are done, and how many there are."""
+        return self._progress if self.process is None else self.process.progress
+
+    def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled] | None:
+        """The compiled codes of pieces, or why there are none. Those that other workers compile now come last.
+
+        None while some are compiled in the background.
+        """
         found: dict[int, Code | NotCompiled] = {}
         try:
-            for wait in (False, True):
+            for wait in (False, True) if self.process is None else (False,):
                 for piece in pieces:
-                    self.progress = len(found), len(pieces)
+                    self._progress = len(found), len(pieces)
                     if id(piece) not in found and (code := self._code(piece, wait)) is not None:
                         found[id(piece)] = code
         finally:
-            self.progress = None
-        return [found[id(piece)] for piece in pieces]
+            self._progress = None
+        return [found[id(piece)] for piece in pieces] if len(found) == len({*map(id, pieces)}) else None
 
     def _code(self, piece: Piece, wait: bool) -> Code | NotCompiled | None:
         if any(map(draws_or_seeds, piece.module.graph.nodes)):
@@ -73,8 +76,7 @@ class PieceCompiler:
                 with one_at_a_time:
                     code = self.backend.compile(piece, key, wait)
             except Exception as error:  # of a compiler, a file system, or an artifact of another machine
-                first = str(error).strip().partition("\n")[0]
-                code = NotCompiled(f"{type(error).__name__}: {shortened(first, 200)}")
+                code = NotCompiled.by(error)
             if code is None:
                 return None
             self.made[key] = code
@@ -93,17 +95,8 @@ def compiler_of(options: CompileOptions) -> PieceCompiler | None:
     """
     if options.backend == GRAPHS:
         return None
-    if options.backend == INDUCTOR:
-        _share_the_cores()
-        return PieceCompiler(Inductor(options.mode, options.options))
-    return PieceCompiler(CalledBackend(options.backend, options.mode, options.options))
-
-
-def _share_the_cores() -> None:
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        from torch._inductor import config  # slow to import
-
-        config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
+    backend = backend_of(options)
+    return PieceCompiler(CompileProcess(backend, options) if options.background else backend)
 
 
 def _drawing(draw: Code, code: Code) -> Code:

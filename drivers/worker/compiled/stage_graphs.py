@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import filled
-from pippy.drivers.worker.compiled.backend import Code, one_at_a_time
-from pippy.drivers.worker.compiled.piece_compiler import NotCompiled, PieceCompiler, compiler_of
+from pippy.drivers.worker.compiled.backend import Code, NotCompiled, one_at_a_time
+from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler, compiler_of
 from pippy.drivers.worker.halves.split_backward import add_to_grads, sum_for
 from pippy.drivers.worker.state.forward_state import Before, Place, restore
 from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
@@ -53,6 +53,8 @@ class GraphsOfStages:
 
     def __init__(self, options: CompileOptions) -> None:
         self.options, self.compiler = options, compiler_of(options)
+        self.process = None if self.compiler is None else self.compiler.process
+        self._known: tuple[int, int] | None = None  # the progress at the last step
         self.stages: dict[str, StageGraphs] = {}
 
     def of(self, name: str, module: nn.Module, template: Any) -> "StageGraphs":
@@ -74,8 +76,31 @@ class GraphsOfStages:
         """While pieces are compiled: how many are done, and how many there are."""
         return None if self.compiler is None else self.compiler.progress
 
+    def begin_step(self) -> int:
+        """Run what was compiled in the background from now on. Gives what `has_prepared` takes at the end of the step."""
+        before = self.prepared
+        if self.process is not None:
+            progress = self.process.progress
+            if progress is None or progress != self._known:
+                for stage in self.stages.values():
+                    stage.begin_step()
+            if progress is None:
+                self.process.close()
+            self._known = progress
+        return before
+
+    def has_prepared(self, before: int) -> bool:
+        """Whether graphs were recorded or compiled in a step."""
+        return self.prepared != before or (self.process is not None and self.process.progress is not None)
+
+    def close(self) -> None:
+        """End what compiles in the background."""
+        if self.process is not None:
+            self.process.close()
+
     def said(self, names: Iterable[str]) -> dict[str, str]:
-        """How each of these stages runs, and why if it has no graphs."""
+        """How each of these stages runs, and why if it has no graphs. No step runs now."""
+        self.begin_step()
         made = self.stages
         return {name: made[name].said() if name in made else _NOT_RUN for name in names}
 
@@ -129,10 +154,14 @@ class StageGraphs:
 
     def said(self) -> str:
         """How it runs."""
-        made = sum(isinstance(each, RecordedForm) for each in self.forms.values())
+        recorded = [each for each in self.forms.values() if isinstance(each, RecordedForm)]
+        compiling = sum(bool(each.compiling) for each in recorded)
+        made = len(recorded) - compiling
         reasons = list(dict.fromkeys(each for each in self.forms.values() if isinstance(each, str)))
         what = "graphs" if self.compiler is None else "compiled graphs"
         said = [f"{what} for {count_with_noun(made, 'form')} of inputs"] if made else []
+        if compiling:
+            said.append(f"graphs for {count_with_noun(compiling, 'form')} of inputs, compiling in the background")
         if self.compiler is not None:
             said += [f"as graphs that are not compiled: {each}" for each in dict.fromkeys(self.not_compiled)]
         said += [f"eager: it {each}" for each in reasons]
@@ -174,12 +203,25 @@ class StageGraphs:
             self.forms[key] = form
         return form
 
-    def codes(self, pieces: Sequence[Piece]) -> list[Code]:
-        """What runs pieces."""
+    @property
+    def in_background(self) -> bool:
+        """Whether pieces are compiled while steps run."""
+        return self.compiler is not None and self.compiler.process is not None
+
+    def begin_step(self) -> None:
+        """Run what was compiled in the background from now on."""
+        for form in self.forms.values():
+            if isinstance(form, RecordedForm):
+                form.begin_step()
+
+    def codes(self, pieces: Sequence[Piece]) -> list[Code] | None:
+        """What runs pieces; None while some are compiled in the background."""
         self.prepared += 1
         if self.compiler is None:
             return list(map(quick_code, pieces))
         made = self.compiler.codes(pieces)
+        if made is None:
+            return None
         self.not_compiled += [str(each) for each in made if isinstance(each, NotCompiled)]
         return [quick_code(piece) if isinstance(code, NotCompiled) else code for piece, code in zip(pieces, made)]
 
@@ -270,6 +312,7 @@ class RecordedForm:
         self.held = [fakes.of(each) for each in graphs.held()]
         self.outputs = self._outputs()
         self._codes: dict[int, Code] = {}
+        self.compiling: list[Piece] = []  # in the background
         self._is_first, self._halves = True, False
         # The gradients of outputs are most often laid out as these.
         usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
@@ -346,7 +389,7 @@ class RecordedForm:
 
     def _code(self, piece: Piece) -> Code:
         """What runs a piece. The first run of F is not compiled, so that stages behind it begin to compile meanwhile. All
-        pieces are compiled for the next computation."""
+        pieces are compiled for the next computation, or in the background for a later step."""
         if piece is self.cut.forward and self._is_first and self.graphs.compiler is not None:
             self._is_first = False
             return quick_code(piece)
@@ -354,8 +397,19 @@ class RecordedForm:
         backward = (cut.backward_input, self.weights(cut)) if self._halves else (self.whole(cut),)
         pieces = {id(each): each for each in (piece, cut.forward, *backward)}
         missing = [each for number, each in pieces.items() if number not in self._codes]
-        self._codes.update(zip(map(id, missing), self.graphs.codes(missing)))
+        codes = self.graphs.codes(missing)
+        if self.graphs.in_background:
+            self.compiling += missing
+            codes = list(map(quick_code, missing))
+        assert codes is not None
+        self._codes.update(zip(map(id, missing), codes))
         return self._codes[id(piece)]
+
+    def begin_step(self) -> None:
+        """Run what was compiled in the background from now on, if nothing is missing."""
+        if self.compiling and (codes := self.graphs.codes(self.compiling)) is not None:
+            self._codes.update(zip(map(id, self.compiling), codes))
+            self.compiling = []
 
     def whole(self, cut: Pieces) -> Piece:
         """The piece B of a cut, which adds up gradients."""

@@ -1,9 +1,19 @@
 """The line that shows what workers compile: on a terminal, while a call waits, and cleared afterwards."""
 
 import io
+import re
+import sys
 
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver, pipeline
 from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
+from tests.drivers.compiling import Waits
+from tests.drivers.models import Chain
+from tests.drivers.worker.test_background import wait_until_compiled
 from tests.drivers.worker.test_inductor import layers, trained
 
 
@@ -27,6 +37,23 @@ def test_the_line_follows_the_workers_and_is_cleared():
     assert terminal.getvalue().endswith("worker1 0/2\x1b[K\r\x1b[K")
 
 
+def test_what_was_told_before_is_shown_while_the_next_call_waits_for_the_same_workers():
+    terminal = Terminal()
+    progress = CompileProgress(["worker0", "worker1"], terminal)
+    progress.begin({0, 1})
+    progress.show(0, (1, 3))
+    progress.end()
+    shown = terminal.getvalue()
+    progress.begin({1})
+    assert terminal.getvalue() == shown
+    progress.begin({0, 1})
+    assert terminal.getvalue() == f"{shown}\rcompiling: worker0 1/3\x1b[K"
+    progress.show(0, None)
+    progress.end()
+    progress.begin({0, 1})
+    assert terminal.getvalue() == f"{shown}\rcompiling: worker0 1/3\x1b[K\r\x1b[K"
+
+
 def test_a_file_gets_nothing():
     file = io.StringIO()
     progress = CompileProgress(["worker0"], file)
@@ -46,3 +73,65 @@ def test_a_compiler_says_how_far_it_is():
     compiler = PieceCompiler(Watched())
     trained(layers(), compiler, halves=True)
     assert seen == [(0, 3), (1, 3), (2, 3)] and compiler.progress is None
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_a_step_that_compiles_shows_the_line_and_clears_it(cluster, monkeypatch, tmp_path, stream):
+    """The pieces are compiled when both workers have told that they compile."""
+    waits, session, told = Waits(tmp_path), cluster.session, set()
+
+    def heard(worker, progress):
+        shown(worker, progress)
+        if progress is not None and worker not in told:
+            told.add(worker)
+            if len(told) == 2:
+                waits.go_on()
+
+    shown = session.heard
+    monkeypatch.setattr(session, "heard", heard)
+    monkeypatch.setattr(session, "interval", 0.05)
+    monkeypatch.setattr(sys, "stderr", stream)
+    x = torch.randn(8, 8)
+    driver = PipelineDriver(
+        pipeline(Chain(2), nn.MSELoss()), cluster, world_size=2, compile={"backend": waits}, check=False
+    )
+    driver.run(4, x, x)
+    assert told == {0, 1}
+    written = stream.getvalue()
+    if not stream.isatty():
+        assert written == ""
+    else:
+        assert "\rcompiling: worker0 0/2, worker1 0/2\x1b[K" in written and written.endswith("\r\x1b[K")
+    driver.run(4, x, x)
+    assert stream.getvalue() == written
+    driver.close()
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_steps_show_the_line_while_pieces_compile_in_the_background(threads, monkeypatch, tmp_path, stream):
+    """It is shown while a step is waited for, and cleared before the script goes on, which may print something."""
+    waits = Waits(tmp_path)
+    monkeypatch.setattr(sys, "stderr", stream)
+    x = torch.randn(8, 8)
+    given = {"backend": waits, "background": True}
+    driver = PipelineDriver(pipeline(Chain(2), nn.MSELoss()), threads, world_size=2, compile=given, check=False)
+    steps = []
+    for _ in range(3):
+        driver.run(4, x, x)
+        steps.append(stream.getvalue())
+        stream.seek(0)
+        stream.truncate()
+    waits.go_on()
+    wait_until_compiled(driver)
+    stream.seek(0)
+    stream.truncate()
+    driver.run(4, x, x)
+    assert stream.getvalue() == ""
+    driver.close()
+    if stream.isatty():
+        assert all(
+            re.fullmatch(r"(\rcompiling: worker[01] 0/\d(, worker1 0/\d)?\x1b\[K)+\r\x1b\[K", each) for each in steps
+        )
+        assert steps[1].startswith("\rcompiling: worker0 0/2, worker1 0/4\x1b[K")
+    else:
+        assert steps == [""] * 3
