@@ -37,7 +37,7 @@ def cluster(
     device: str | torch.device | None = None,
     pin: bool | None = None,
     names: Sequence[str] | None = None,
-    timeout: float = 5.0,
+    timeout: float | None = None,
     transport: Literal["shared_memory", "rpc"] | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
@@ -61,6 +61,9 @@ def cluster(
 
     Workers of one host pass tensors through memory that both see, others by TCP and RPC (``print(cluster.routes)``). With
     ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
+
+    A worker that does not answer for ``timeout`` seconds is lost. The default is 5, and 65 where torchrun has started workers
+    on several hosts: a network that is cut for 30 s ends nothing then.
 
     Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
     PIPPY_WORKERS has the number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`. The
@@ -92,7 +95,7 @@ def cluster(
     options |= {"join": join or None, "secret_file": secret_file}
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(given, chosen)
-    times: dict[str, Any] = {"timeout": timeout, "start_timeout": start_timeout}
+    times: dict[str, Any] = {"start_timeout": start_timeout} | ({} if timeout is None else {"timeout": timeout})
     if chosen == "torchrun":
         if not started:
             raise ClusterError(

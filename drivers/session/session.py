@@ -480,7 +480,7 @@ class Session:
 
     def unanswered(self) -> str:
         """How a worker is lost that gives no sign of itself."""
-        return f"it left a ping unanswered for {self.timeout:g} s"
+        return f"it left a ping unanswered for {self.timeout:g} s (cluster(timeout=) says how long it may)"
 
 
 def _end_in_fork() -> None:

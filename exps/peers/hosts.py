@@ -53,6 +53,10 @@ class Host:
         """Take the host off the network, without a word to anybody."""
         ip("-n", self.namespace, "link", "set", LINK, "down")
 
+    def mend(self) -> None:
+        """Put the host back on the network."""
+        ip("-n", self.namespace, "link", "set", LINK, "up")
+
     def pids(self) -> list[int]:
         """The processes that run here."""
         return [int(pid) for pid in ip("netns", "pids", self.namespace).split()]

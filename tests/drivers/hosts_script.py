@@ -1,4 +1,4 @@
-"""A script for torchrun on several hosts: some schedules beside plain training; then a step that does not end."""
+"""A script for torchrun on several hosts: some schedules beside plain training, again if asked; a step that does not end."""
 
 import copy
 import json
@@ -102,7 +102,10 @@ with pippy.cluster(**json.loads(os.environ.get("OPTIONS", "{}"))) as cluster:
     limit, cluster.session.timeout = cluster.session.timeout, 60.0  # what is lost comes later
     train_all(cluster)
     cluster.session.timeout = limit
-    while (order := input()) == "step":
+    while (order := input()) in ("train", "step"):
+        if order == "train":
+            train_all(cluster)
+            continue
         driver = PipelineDriver(pipeline(Unending(len(cluster)), F.mse_loss, tracer=Whole), cluster)
         try:
             driver.run(4, torch.randn(8, 6), torch.randn(8, 6))

@@ -41,6 +41,8 @@ from pippy.drivers.wire.messages import rpc
 from pippy.ir.base.brief import brief
 from pippy.ir.base.source import warn
 
+# The timeout where there are several hosts, in seconds: after a cut of 30 s TCP sends again within 61 s what was lost.
+BETWEEN_HOSTS = 65.0
 _was_open = False
 
 
@@ -52,7 +54,7 @@ def torchrun_cluster(
     device: str | torch.device | None = None,
     pin: bool | None = None,
     names: Sequence[str] | None = None,
-    timeout: float = 5.0,
+    timeout: float | None = None,
     transport: str | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
@@ -62,6 +64,8 @@ def torchrun_cluster(
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
     _check_not_given("pin", pin)
+    if timeout is None:
+        timeout = 5.0 if rank_info.one_host else BETWEEN_HOSTS
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     check_threads(threads)
     check_choice("transport", transport, (None, "shared_memory", "rpc"))

@@ -5,6 +5,7 @@ import re
 import runpy
 import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,6 +115,18 @@ def test_wrong_arguments_under_torchrun(monkeypatch, options, words):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ClusterError, match=words):
         cluster(**options)
+
+
+@pytest.mark.parametrize("local, seconds", [("2", 5.0), ("1", 65.0)])
+def test_workers_of_several_hosts_have_more_time_to_answer(monkeypatch, local, seconds):
+    """TCP sends again within 61 s what a cut of 30 s has lost."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, value)
+    told = Mock(side_effect=ClusterError("seen"))
+    monkeypatch.setattr("pippy.drivers.engines.torchrun.torchrun.check_seconds", told)
+    with pytest.raises(ClusterError, match="seen"):
+        cluster()
+    assert told.call_args.kwargs["timeout"] == seconds
 
 
 def test_a_second_cluster_in_one_run(monkeypatch):
