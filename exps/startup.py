@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Literal
 
 from pippy import cluster
 
@@ -27,10 +28,10 @@ def seconds_to_import() -> float:
     return time.perf_counter() - began
 
 
-def seconds_to_start(n: int) -> tuple[float, float]:
+def seconds_to_start(n: int, engine: Literal["local", "ray"] = "local") -> tuple[float, float]:
     """The times until all workers have answered, and until all have ended."""
     began = time.perf_counter()
-    with cluster(n, threads=1) as workers:
+    with cluster(n, threads=1, engine=engine) as workers:
         workers.dump()
         ready = time.perf_counter()
     return ready - began, time.perf_counter() - ready

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -64,13 +64,14 @@ class Controller(Rank):
         replicas: int = 1,
         workers: int = WORKERS,
         compile: bool | str = False,
+        engine: Literal["local", "ray"] | None = None,
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
         pipe = pipe_of(workers * SCHEDULES[schedule])
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            opened_cluster = opened.enter_context(cluster(workers * replicas, threads=1, pin=pin))
+            opened_cluster = opened.enter_context(cluster(workers * replicas, threads=1, pin=pin, engine=engine))
             given = {"schedule": schedule, "checkpoint": checkpoint, "replicas": replicas, "compile": compile}
             self._driver = PipelineDriver(pipe, opened_cluster, **given)  # type: ignore[arg-type]
             self._opened = opened.pop_all()

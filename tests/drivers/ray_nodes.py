@@ -21,6 +21,7 @@ def ray_folder():
     """Ray that starts meanwhile, here or in scripts, writes there."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the names of unix sockets are short
     own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    own |= {"RAY_worker_niceness": "0"}  # what an account that is not root cannot raise again
     own |= {"RAY_TQDM_PATCH_PRINT": "0"}  # or `print` is another function for all tests that follow
     own |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "6"}  # or it takes 20 s
     try:

@@ -15,6 +15,7 @@ from pippy.ir.base.brief import brief
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # to which gRPC, and so Ray, answers with settings
 _SETTINGS = 4
 _ANSWERS = 5.0  # seconds that Ray's head has to answer
+_OWN = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # of a Ray that is started here
 _MEMORY = 128 << 20  # bytes for objects of Ray; no value of pippy's is one
 
 _ended = threading.Event()  # set when Ray ends that was started on a thread beside the main one
@@ -102,8 +103,8 @@ def _on_lasting_thread(start: Callable[[], None]) -> None:
 
 
 def _start(ray: Any, cpus: float) -> None:
-    usage = os.environ.get("RAY_USAGE_STATS_ENABLED")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = usage or "0"
+    added = {name: value for name, value in _OWN.items() if not os.environ.get(name)}
+    os.environ.update(added)
     try:
         ray.init(
             address="local",
@@ -120,8 +121,8 @@ def _start(ray: Any, cpus: float) -> None:
             ) from error
         raise
     finally:
-        if usage is None:
-            del os.environ["RAY_USAGE_STATS_ENABLED"]
+        for name in added:
+            del os.environ[name]
 
 
 def _join(ray: Any, address: str) -> None:

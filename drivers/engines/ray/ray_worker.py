@@ -28,6 +28,10 @@ class RayWorker:
         self.index, self.name = index, name
         self._ends: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
+        with suppress(
+            OSError
+        ):  # Ray gives its workers a lower priority than all else, and the system may not let it be raised
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         keep_freed_memory()
 
     def __repr__(self) -> str:

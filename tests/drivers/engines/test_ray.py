@@ -1,5 +1,6 @@
 """Clusters on Ray: on nodes of this machine, of which one is this host, and others count as hosts of their own."""
 
+import os
 import signal
 import socket
 import sys
@@ -80,6 +81,7 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
     """A stopped worker, and then a node with two workers; what takes the node's place has joined meanwhile."""
     losses, state, counts = expected
     with cluster(3, engine="ray", address=nodes.address, threads=1, resources={"run": 1}, timeout=20.0) as workers:
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids(workers)} == {os.getpriority(os.PRIO_PROCESS, 0)}
         names = [[workers.workers[at] for at in group] for group in workers.routes.groups]
         assert sorted(map(len, names)) == [1, 2]
         host = socket.gethostname()
