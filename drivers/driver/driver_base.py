@@ -177,7 +177,8 @@ class PipelineDriverBase(ModelOnWorkers):
         workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
         stages = count_with_noun(self.compiled_pipe.num_stages, "stage")
         stages += f" in {self.replicas} replicas" * (self.replicas > 1)
-        idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in self.ranks)
+        used = self.cluster.gone.union(self.ranks)
+        idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in used)
         unused = f"; none on {shortened(idle, 200)}" if idle else ""
         return f"<{type(self).__name__}: {schedule}, {stages} on {workers}{unused}>"
 

@@ -108,6 +108,8 @@ class Session:
 
     def _start(self, worker: int, call: Callable[[], Any]) -> Any:
         """Make a call. For a worker that is known to be gone it fails at once."""
+        if worker in self.log.gone:
+            raise ClusterError(f"worker {self.workers[worker].name!r} was lost, and has no process")
         try:
             return call()
         except ConnectionError as error:

@@ -81,7 +81,7 @@ def without_numbers(policy: Policy) -> Policy:
 
 def _number_of_workers() -> int:
     try:
-        return len(current_cluster())
+        return len(current_cluster()) - len(current_cluster().gone)
     except ClusterError as error:
         raise BalanceError(
             f"num_stages='auto' makes as many stages as the current cluster has workers, but {error}; or give a "

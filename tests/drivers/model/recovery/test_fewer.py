@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pippy import local_cluster
-from pippy.drivers.base.errors import DriverError, WorkerLostError
+from pippy.drivers.base.errors import ClusterError, DriverError, WorkerLostError
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.plan import make_schedule
 from pippy.ir.base.errors import PippyWarning
@@ -121,6 +121,7 @@ def test_what_is_printed_is_true_of_the_workers_that_are_left(workers):
     run.driver.recover(workers=3)
     run.step(0)
     assert repr(workers) == "<Cluster of 3 workers, open: worker0, worker2, worker3; gone: worker1>"
+    assert "4 stages on worker0, worker2, worker3>" in repr(run.driver)
     assert str(workers.routes).startswith("worker0, worker2, worker3 on ")
     assert "'worker1': it was lost, and has no process" in workers.dump().splitlines()
     assert [place.pid is None for place in workers.topology.workers] == [False, True, False, False]
@@ -133,6 +134,8 @@ def test_what_is_printed_is_true_of_the_workers_that_are_left(workers):
     with run.driver.record() as recording:
         run.step(1)
     assert [len(each.workers) for each in recording.steps] == [3]
+    with pytest.raises(ClusterError, match="'worker1' was lost, and has no process"):
+        workers.session.ping(1)
     other = Run(workers, made=model(STAGES))
     assert other.driver.ranks == (0, 2, 3)
     other.step(0)
