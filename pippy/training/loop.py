@@ -141,9 +141,9 @@ class Loop:
                 lost = another
                 continue
             now = len(self.driver.ranks)
-            fewer = f" on {count_with_noun(now, 'worker')}" * (now < before)
+            fewer = f" with {count_with_noun(now, 'worker')}" * (now < before)
             progress.say(
-                f"worker {lost.worker!r} was lost: {lost.how}; the training goes on{fewer} from step {self.result.steps}"
+                f"worker {lost.worker!r} was lost: {lost.how}; the training goes on from step {self.result.steps}{fewer}"
             )
             return
         raise lost
