@@ -19,10 +19,10 @@ def ports_of(pids):
 
 
 @contextmanager
-def half_open(place, count):
-    """So many connections that say nothing, or half of what could be a length."""
+def half_open(connect, count):
+    """So many connections that say nothing, or half of what could be a length. ``connect`` makes them."""
     with ExitStack() as stack:
-        ends = [stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(count)]
+        ends = [stack.enter_context(connect()) for _ in range(count)]
         for end in ends[::2]:
             end.sendall(b"\x40\0\0\0")
         yield ends
@@ -35,12 +35,16 @@ def say(end, *words):
             end.sendall(each)
 
 
-def attack(place):
-    """Everything that strangers do, one after another."""
+def attack(connect):
+    """Strangers come and leave, say a line of HTTP, or what comes to mind."""
     generator = random.Random(7)
     for words in ([], [HTTP], *([generator.randbytes(size)] for size in (1, 8, 100, 1 << 16))):
         with suppress(ConnectionRefusedError):  # nobody listens
-            say(socket.create_connection(place, timeout=10), *words)
+            say(connect(), *words)
+
+
+def come_by_the_thousand(place):
+    """A thousand connect at once."""
     with ExitStack() as stack:
         for _ in range(1000):
             end = stack.enter_context(socket.socket())

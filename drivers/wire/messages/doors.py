@@ -46,7 +46,7 @@ _WORD, _TEXT, _TAKEN = 32, 92, b"+"
 _GREETING = struct.Struct(f"<{_WORD}s{_WORD}si{_TEXT}s")  # a proof, random bytes, the guest's number, versions
 _GREETS = 5.0  # seconds that a guest has for its greeting
 _STANDING = 32  # so many may be without a proof at once
-_BACKLOG = 128  # connections that the system keeps for a door which any number of guests may come to
+_BACKLOG = 128  # connections that the system keeps for a door: if it keeps none, it drops a guest's first packet, too
 _LATEST = 60.0  # seconds until a guest that has proved it takes the connection
 _NO_DESCRIPTOR = 0.05  # seconds to wait for a free one
 _ANOTHER = "another program answers at the place that was opened for this connection"
@@ -141,7 +141,7 @@ class Door:
                     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self._socket.bind((address, port))
                 place = address, self._socket.getsockname()[1]
-            self._socket.listen(_BACKLOG if self._waiting is None else len(self._waiting))
+            self._socket.listen(_BACKLOG)
             self._socket.setblocking(False)
             self._closing = PollableEvent()
             opened.callback(self._closing.close)

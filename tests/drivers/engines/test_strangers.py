@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from torch.distributed import TCPStore
 
@@ -15,7 +16,7 @@ from pippy.drivers.engines.torchrun.meeting import Meeting
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.wire.messages import rpc
 from tests.drivers.processes import listening, unprobed, watched, within
-from tests.drivers.strangers import HTTP, attack, half_open, ports_of, say
+from tests.drivers.strangers import HTTP, attack, come_by_the_thousand, half_open, ports_of, say
 from tests.drivers.torchrun_jobs import ROOT, started, tell
 
 SCRIPT = str(ROOT / "tests/drivers/strangers_script.py")
@@ -30,7 +31,8 @@ def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are
         pids = [int(line.split()[-1]) for line in lines[:2]]
         places = ports_of(pids)
         assert [address for address, _ in places] == ["127.0.0.1"] * 2, "as this is one host"
-        early = [end for place in places for end in stack.enter_context(half_open(place, 20))]
+        connects = [partial(socket.create_connection, place, timeout=10) for place in places]
+        early = [end for connect in connects for end in stack.enter_context(half_open(connect, 20))]
         tell(process, "")
         assert process.stdout.readline() == "open TCP\n", process.communicate(timeout=20)
         assert not listening(pids)
@@ -39,8 +41,9 @@ def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are
                 os.sched_yield()
         for end in early:
             say(end, HTTP)
-        for place in places:
-            attack(place)
+        for place, connect in zip(places, connects):
+            attack(connect)
+            come_by_the_thousand(place)
         for _ in range(2):
             tell(process, "step")
             assert process.stdout.readline() == "equal to plain training\n", process.communicate(timeout=20)

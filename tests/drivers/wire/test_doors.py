@@ -18,6 +18,7 @@ from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from tests.drivers.processes import listening, open_descriptors, within
+from tests.drivers.strangers import attack, half_open
 
 GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 
@@ -146,6 +147,20 @@ def test_a_wrong_guest_is_told_nothing(invitation, said):
                 stranger.sendall(says)
         stranger.settimeout(10)
         assert heard(stranger) == b""
+
+
+@pytest.fixture
+def standing():
+    """Who is kept here stands before a door until its guest has come in."""
+    with ExitStack() as kept:
+        yield kept
+
+
+def test_what_strangers_do_keeps_the_guest_out_of_no_door(standing, invitation):
+    """The guest is not kept waiting either: the system drops nothing that comes to a door."""
+    with within(2):
+        standing.enter_context(half_open(lambda: connected(invitation), 40))
+        attack(lambda: connected(invitation))
 
 
 def test_a_guest_that_was_not_invited_is_told_nothing():
