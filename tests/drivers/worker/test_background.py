@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from tests.drivers.compiling import CannotBeSent, Fails, GivesForward, Waits, he
 from tests.drivers.models import Chain
 from tests.drivers.processes import allowing_for, children, watched
 from tests.drivers.test_driver import assert_bits
+from tests.drivers.thread_cluster import one_draws_at_a_time
 from tests.drivers.worker.test_compile import check
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -33,9 +35,9 @@ class Drops(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        y = nn.functional.dropout(hold_up(self.first(x)), 0.5)
+        y = nn.functional.dropout(hold_up(self.first(x)), 0.5, self.training)
         pipe_split()
-        return nn.functional.dropout(self.last(y), 0.5)
+        return nn.functional.dropout(self.last(y), 0.5, self.training)
 
 
 @pytest.fixture
@@ -81,6 +83,7 @@ def step(driver, x, target):
     return loss, driver.gradients(), len(runs)
 
 
+@one_draws_at_a_time()
 def test_steps_go_on_while_pieces_compile_and_run_them_from_a_later_step_on(threads, waits):
     """All are done in the middle of a step, which runs none of them. The numbers are the same to the bit throughout."""
     pipe = pipeline(Drops().double(), nn.MSELoss())
@@ -151,6 +154,36 @@ def test_a_backend_may_give_a_method(threads):
         wait_until_compiled(driver)
         check(driver, plain, x, target)
         assert set(driver.compiled.values()) == {"compiled graphs for 1 form of inputs"}
+
+
+def test_ctrl_c_ends_a_step_and_no_compiling(threads, waits):
+    model = Drops().eval()
+    plain, x, target = copy.deepcopy(model), torch.randn(8, 8), torch.randn(8, 8)
+    with compiling(pipeline(model, nn.MSELoss()), threads, waits) as driver:
+        check(driver, plain, x, target)
+        found = processes(threads)
+        assert {os.getpgid(each.pid) for each in found} == {each.pid for each in found}, (
+            "a terminal sends it to the group of the script"
+        )
+        held.reached.clear()
+        held.go_on.clear()
+        main = threading.main_thread().ident
+
+        def press():
+            held.reached.wait(60)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            driver.run(4, x, target)
+        pressing.join()
+        held.go_on.set()
+        check(driver, plain, x, target)
+        assert processes(threads) == found and set(driver.compiled.values()) == {COMPILING}
+        waits.go_on()
+        wait_until_compiled(driver)
+        check(driver, plain, x, target)
 
 
 def test_the_schedule_is_chosen_by_the_times_of_compiled_pieces(threads, waits):
