@@ -14,7 +14,6 @@ from tests.integrations.trainers import (
     PipelineTrainer,
     Trainer,
     TrainingArguments,
-    arguments,
     assert_same_history,
     assert_same_model,
     bert,
@@ -56,7 +55,7 @@ def test_padded_rows_with_accumulation_clipping_decay_and_evaluation(tmp_path, t
         "per_device_eval_batch_size": 4,
     }
     plain, own = trainers(
-        gpt2(), tmp_path, threads, options, eval_dataset=sentences(9), compute_metrics=accuracy, **LANGUAGE
+        gpt2(), tmp_path, threads, options, eval_dataset=sentences(9), compute_metrics=accuracy, check=True, **LANGUAGE
     )
     expected, result = train(plain, own)
     assert result.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
@@ -80,11 +79,21 @@ def assert_same_predictions(own, plain, rows):
     numpy.testing.assert_array_equal(predicted[0].label_ids, predicted[1].label_ids)
 
 
+class LeavesAnEpoch(TrainerCallback):
+    """Leaves the first epoch in the middle of an update, whose gradients are then those of two updates."""
+
+    has_left = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and not self.has_left:
+            self.has_left = control.should_epoch_stop = True
+
+
 def test_smoothed_labels_without_clipping(tmp_path, threads):
     options = {
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,
-        "max_steps": 4,
+        "max_steps": 6,
         "max_grad_norm": 0.0,
         "label_smoothing_factor": 0.1,
         "lr_scheduler_type": "polynomial",
@@ -92,7 +101,16 @@ def test_smoothed_labels_without_clipping(tmp_path, threads):
         "eval_strategy": "epoch",
         "prediction_loss_only": True,
     }
-    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(7), **LANGUAGE)
+    plain, own = trainers(
+        llama(),
+        tmp_path,
+        threads,
+        options,
+        eval_dataset=sentences(7),
+        check=True,
+        callbacks=[LeavesAnEpoch()],
+        **LANGUAGE,
+    )
     train(plain, own)
     assert_same_history(own, plain)
 
@@ -105,7 +123,13 @@ def test_smoothed_labels_that_are_means_over_their_batches(tmp_path, threads):
         "label_smoothing_factor": 0.1,
     }
     plain, own = trainers(
-        gpt2(), tmp_path, threads, {**options, "eval_strategy": "epoch"}, eval_dataset=sentences(6), **LANGUAGE
+        gpt2(),
+        tmp_path,
+        threads,
+        {**options, "eval_strategy": "epoch"},
+        check=True,
+        eval_dataset=sentences(6),
+        **LANGUAGE,
     )
     plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = False
     train(plain, own)
@@ -127,7 +151,7 @@ def test_losses_that_are_means_over_their_batches(scaled, tmp_path, threads):
         "data_collator": padded,
         "compute_metrics": accuracy,
     }
-    plain, own = trainers(bert(), tmp_path, threads, options, **given)
+    plain, own = trainers(bert(), tmp_path, threads, options, check=True, **given)
     plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = scaled
     train(plain, own)
     assert_same_history(own, plain)
@@ -189,7 +213,7 @@ def test_losses_of_the_users_own(kind, given, tmp_path, threads):
         "eval_strategy": "epoch",
     }
     given = {**given, **LANGUAGE, "eval_dataset": sentences(4)}
-    plain, own = trainers(gpt2(), tmp_path, threads, options, kind or (Trainer, PipelineTrainer), **given)
+    plain, own = trainers(gpt2(), tmp_path, threads, options, kind or (Trainer, PipelineTrainer), check=True, **given)
     train(plain, own)
     assert_same_history(own, plain)
 
@@ -376,18 +400,14 @@ def test_low_rank_adapters(tmp_path, threads):
     assert_same_model(again, plain.model)
 
 
-def test_replicas_and_another_schedule(tmp_path, threads):
+def test_replicas_of_a_model_that_each_training_makes(tmp_path, threads):
     options = {"per_device_train_batch_size": 8, "max_steps": 2}
     pipeline = PipelineArguments(stages=1, replicas=2, chunks=4, split="parameters", schedule="fill_drain")
-    plain, own = trainers(gpt2(), tmp_path, threads, options, pipeline=pipeline, **LANGUAGE)
+    given = {"model_init": lambda: gpt2(), "eval_dataset": sentences(4), **LANGUAGE}
+    plain, own = trainers(None, tmp_path, threads, options, pipeline=pipeline, **given)
+    assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    first = own.driver
     train(plain, own)
+    assert own.driver is not first  # which has another model
     assert_same_history(own, plain)
     assert own.driver.replicas == 2 and own.driver.schedule == "fill_drain"
-
-
-def test_a_model_for_each_training(tmp_path, threads):
-    options = {"per_device_train_batch_size": 4, "max_steps": 2}
-    given = {"model_init": lambda: gpt2(), "cluster": threads, **LANGUAGE}
-    own = PipelineTrainer(args=arguments(tmp_path, **options), stages=2, **given)
-    first, second = train(own, own)
-    assert first.training_loss == second.training_loss

@@ -77,12 +77,12 @@ def arguments(folder, **options):
     return TrainingArguments(output_dir=str(folder), **{**usual, "learning_rate": 1e-2, **options})
 
 
-def trainers(model, folder, cluster, options, kind=(Trainer, PipelineTrainer), pipeline=None, **given):
-    """A plain Trainer, and a PipelineTrainer for a copy of its model."""
+def trainers(model, folder, cluster, options, kind=(Trainer, PipelineTrainer), pipeline=None, check=False, **given):
+    """A plain Trainer, and a PipelineTrainer for a copy of its model. ``check`` says whether its first step is checked."""
     copied = copy.deepcopy(model)
     plain = kind[0](model, arguments(folder / "plain", **options), **copy.deepcopy(given))
-    pipeline = pipeline or PipelineArguments(stages=2, split="parameters")
-    return plain, kind[1](copied, arguments(folder / "own", **options), pipeline=pipeline, cluster=cluster, **given)
+    how = {"pipeline": pipeline or PipelineArguments(stages=2, split="parameters"), "driver_options": {"check": check}}
+    return plain, kind[1](copied, arguments(folder / "own", **options), cluster=cluster, **how, **given)
 
 
 SPEEDS = ("runtime", "per_second", "total_flos", "preparation_time")

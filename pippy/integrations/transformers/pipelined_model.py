@@ -1,5 +1,6 @@
 """The model of a Trainer on workers: its Pipe and its driver, made for the first batch that comes."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,9 @@ class PipelinedModel:
         a mean over its batch is a step of its own.
         """
         self.is_training = True
-        together = [batches] if self.sums else [[each] for each in batches]
+        together = [[each] for each in batches]
+        if self.sums:  # batches of an update that the Trainer has left are divided by another number
+            together = [list(each) for _, each in itertools.groupby(batches, lambda batch: float(batch[ITEMS]))]
         running = []
         for each in together:
             call = call_of_items(each, self._chunks(max(map(_rows, each))))

@@ -86,7 +86,8 @@ class PipelineTrainer(Trainer):
         self._driver_options = dict(driver_options or {})
         self._pipelined: PipelinedModel | None = None
         self._is_stale = False  # whether the model of this process is older than that of the workers
-        self._waiting: list[dict[str, Any]] = []  # the batches of an update, of which the last is not there yet
+        self._waiting: list[dict[str, Any]] = []  # batches that run with the last one of the update
+        self._to_come = 0  # how many batches the update still has
         self._random_state: dict[str, int] | None = None  # of a checkpoint, for the first step
         super().__init__(*args, **kwargs)
         if training_arguments is None:
@@ -226,11 +227,18 @@ class PipelineTrainer(Trainer):
     def _stepped(self) -> None:
         self._is_stale = True
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of an update, as the Trainer reads them."""
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self._to_come = len(batches)
+        return batches, items
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a batch, with those that are accumulated before it. All but the last of an update return 0."""
         model.train()
         self._waiting.append(self._call(inputs, num_items_in_batch, self._accumulated()))
-        if len(self._waiting) < self._accumulated():
+        self._to_come -= 1
+        if self._to_come > 0:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         with self.compute_loss_context_manager():
