@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.protocol.compile_options import CompileOptions
+from pippy.drivers.protocol.compile_options import INDUCTOR, CompileOptions
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.worker.compiled.backend import Backend, Code, NotCompiled
 from pippy.drivers.worker.compiled.compile_server import SERVER_CODE
+from pippy.drivers.worker.compiled.inductor import inductor_settings
 from pippy.ir.halves.pieces import Piece
 
 _ENDS_WITHIN = 3.0  # seconds
@@ -74,7 +75,8 @@ class CompileProcess:
             self.connection.send_bytes(message)
 
     def _start(self) -> None:
-        settings = pickle.dumps((torch.get_num_threads(), pickle_to_bytes(self.options)))
+        inductor = inductor_settings() if self.options.backend == INDUCTOR else {}
+        settings = pickle.dumps((torch.get_num_threads(), pickle_to_bytes((self.options, inductor))))
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         with theirs:

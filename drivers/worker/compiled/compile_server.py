@@ -37,7 +37,7 @@ def compile_for(worker: Connection) -> None:
     messages = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(worker, messages), daemon=True).start()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would be processes that are not as nice
-    threads, options = pickle.loads(messages.get())
+    threads, given = pickle.loads(messages.get())
     waiting: dict[str, bytes] = {}
     backend: Backend | None = None
     while True:
@@ -45,7 +45,7 @@ def compile_for(worker: Connection) -> None:
             key, piece = pickle.loads(messages.get())
             waiting[key] = piece
         try:
-            backend = backend or _backend(threads, options)
+            backend = backend or backend_with(threads, given)
             key, answer = _next(waiting, backend)
         except Exception as error:
             key, answer = next(iter(waiting)), _not_compiled(error)
@@ -87,13 +87,19 @@ def _started_by(pid: int) -> Iterator[int]:
                 yield from _started_by(child)
 
 
-def _backend(threads: int, options: bytes) -> "Backend":
+def backend_with(threads: int, given: bytes) -> "Backend":
+    """What compiles in this process as in the worker: with so many threads, the worker's options and settings of inductor."""
     import torch
 
     from pippy.drivers.worker.compiled.inductor import backend_of
 
     torch.set_num_threads(threads)
-    return backend_of(pickle.loads(options))
+    options, settings = pickle.loads(given)
+    if settings:
+        from torch._inductor import config
+
+        config.load_config(settings)
+    return backend_of(options)
 
 
 def _next(waiting: Mapping[str, bytes], backend: "Backend") -> tuple[str, Any]:

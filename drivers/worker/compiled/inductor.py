@@ -10,6 +10,7 @@ The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CAC
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -102,6 +103,12 @@ def backend_of(options: CompileOptions) -> Backend:
 
         config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
     return Inductor(options.mode, options.options)
+
+
+def inductor_settings() -> dict[str, Any]:
+    """What a script may have set of inductor in this process, for another."""
+    config = sys.modules.get("torch._inductor.config")  # in what was not imported nothing was set
+    return {} if config is None else config.save_config_portable()
 
 
 def _settings(options: Mapping[str, Any]) -> str:
