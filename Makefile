@@ -7,7 +7,7 @@ READY  := $(VENV)/ready
 SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/source_pages.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check newest pythons bench gpu docs setup clean
+.PHONY: help demo test check newest pythons bench gpu docs package setup clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -49,6 +49,11 @@ gpu: $(READY) ## run the tests and benchmarks that need a GPU (minutes); without
 docs: $(READY) ## make the documentation as a site, with a reference of the public names, in build/docs
 	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs . build/docs
 	@echo The documentation is in build/docs/index.html
+
+package: $(READY) ## build the source distribution and the wheel in build/dist, and check them as an index of packages does
+	@$(BIN)/python -m pip install --quiet twine
+	@$(BIN)/python -m tests.distributions build/dist
+	@$(BIN)/python -m twine check --strict build/dist/*
 
 setup: $(READY) ## make the virtual environment
 

@@ -1,8 +1,13 @@
-"""Builds the source distribution and the wheel, from a copy of the files that belong to the project."""
+"""Builds the source distribution and the wheel, from a copy of the files that belong to the project.
 
+`python -m tests.distributions FOLDER` puts both into a folder; `make package` checks them there.
+"""
+
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,3 +43,17 @@ def _build(kind: str, source: Path, target: Path) -> Path:
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return target / done.stdout.splitlines()[-1]
+
+
+def main(target: Path) -> None:
+    """Build both, in place of what is in the folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        build_wheel(Path(folder))
+        for each in (*Path(folder).glob("*.tar.gz"), *Path(folder).glob("*.whl")):
+            shutil.copy(each, target)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.distributions import ROOT, build_wheel
+from tests.distributions import ROOT, build_wheel, main
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,13 @@ def test_the_citation_and_the_classifiers_say_what_the_project_says():
     assert all(python in SpecifierSet(project["requires-python"]) for python in named)
     tried = (ROOT / "README.md").read_text().partition("Parts of the tests were run on Python ")[2]
     assert named[1:] == tried.partition(", and")[0].split(" and ")
+    workflow = (ROOT / ".github/workflows/checks.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', workflow) == named and "run: .ci/run\n" in workflow
+
+
+def test_both_distributions_are_built_in_place_of_older_ones(tmp_path):
+    (tmp_path / "older.whl").touch()
+    main(tmp_path)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    names = sorted(each.name for each in tmp_path.iterdir())
+    assert names == [f"pippy_compiler-{version}-py3-none-any.whl", f"pippy_compiler-{version}.tar.gz"]
