@@ -14,8 +14,8 @@ says is read beyond one greeting. Who answers and does not know it is another pr
 together. A guest that has given up leaves the host without a connection, too. What goes through a connection afterwards is not
 the door's matter: it is neither encrypted nor signed.
 
-Several guests may stand in a door at once, each for a few seconds; where there are too many, the one that has stood there
-longest without a proof is sent away.
+Several guests may stand in a door at once, each for a few seconds. Where there are too many, the one that has stood there
+longest without a proof is sent away for the next, but none at once.
 
 Of one host: a door is a unix socket without a name, which this user's processes find among the open files of the process that
 opened it. Both ends also ask the system whether the other belongs to this user. Of two hosts: it is a port of TCP.
@@ -45,7 +45,8 @@ THIS_HOST = ""  # the address of a door for processes of this host
 _WORD, _TEXT, _TAKEN = 32, 92, b"+"
 _GREETING = struct.Struct(f"<{_WORD}s{_WORD}si{_TEXT}s")  # a proof, random bytes, the guest's number, versions
 _GREETS = 5.0  # seconds that a guest has for its greeting
-_STANDING = 32  # so many may be without a proof at once
+_STANDING = 128  # so many may be without a proof at once
+_STAYS = 0.25  # seconds that each of these may stay at least: an answer may take so long
 _BACKLOG = 128  # connections that the system keeps for a door: if it keeps none, it drops a guest's first packet, too
 _LATEST = 60.0  # seconds until a guest that has proved it takes the connection
 _NO_DESCRIPTOR = 0.05  # seconds to wait for a free one
@@ -96,6 +97,7 @@ class _Standing:
 
     end: socket.socket
     challenge: bytes
+    since: float
     until: float
     said: bytes = b""
     number: int | None = None  # once it has proved that it knows the secret
@@ -179,7 +181,11 @@ class Door:
             coming.register(fd, select.POLLIN)
         limits = [each.until for each in self._standing.values()]
         if now < self._end_time:
-            coming.register(self._socket, select.POLLIN)
+            without = self._without_proof()
+            if (room := without[0].since + _STAYS if len(without) >= _STANDING else now) <= now:
+                coming.register(self._socket, select.POLLIN)
+            else:
+                limits.append(room)
             limits.append(self._end_time)
         left = min(limits, default=now) - now
         for fd, _ in coming.poll(None if left == math.inf else max(0.0, left) * 1000):
@@ -195,7 +201,7 @@ class Door:
 
     def _open_to_next(self) -> None:
         """Say the challenge to who comes."""
-        without = [each for each in self._standing.values() if each.number is None]
+        without, now = self._without_proof(), time.monotonic()
         try:
             end = self._socket.accept()[0]
         except (BlockingIOError, ConnectionError):  # who has come is gone again
@@ -208,14 +214,17 @@ class Door:
             return
         if len(without) >= _STANDING:
             self._send_away(without[0])
-        until = min(self._end_time, time.monotonic() + _GREETS)
-        guest = self._standing[end.fileno()] = _Standing(end, os.urandom(_WORD), until)
+        until = min(self._end_time, now + _GREETS)
+        guest = self._standing[end.fileno()] = _Standing(end, os.urandom(_WORD), now, until)
         try:
             _check_same_user(end)
             end.setblocking(False)
             end.sendall(guest.challenge)
         except OSError:
             self._send_away(guest)
+
+    def _without_proof(self) -> list[_Standing]:
+        return [each for each in self._standing.values() if each.number is None]
 
     def _send_away(self, guest: _Standing) -> None:
         self._standing.pop(guest.end.fileno(), None)

@@ -304,7 +304,7 @@ def test_a_thousand_that_stay_and_say_nothing_keep_nobody_out():
     taken, half, before = queue.SimpleQueue(), 32 * b"?", open_descriptors()
     with closing(Door("127.0.0.1", None, lambda _, end: taken.put(end), math.inf, secret=b"a text")) as door:
         place, strangers = (door.invitation.address, door.invitation.port), []
-        with ExitStack() as stack, within(5):
+        with ExitStack() as stack, within(10):
             for number in range(1000):
                 stranger = stack.enter_context(socket.socket())
                 stranger.setblocking(False)
