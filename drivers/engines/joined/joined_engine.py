@@ -101,9 +101,8 @@ class JoinedEngine:
         self._reading, self._joining = threading.RLock(), threading.Lock()
         self._started = self._closed = False
         self._joined = PollableEvent()
-        path = made_secret_file(launch.secret_file)
         address, port, host = listening_place(launch.join)
-        secret = secret_in(path)
+        secret = secret_in(path := made_secret_file(launch.secret_file))
         try:
             self._door = Door(address, None, self._take, math.inf, port, secret, self._refused)
         except OSError as error:
@@ -230,19 +229,30 @@ class JoinedEngine:
             guests, told = self._await_guests(open_places, deadline, told), True
             chosen = dict(zip(open_places, guests))
             self.places.of |= {worker: guest.place for worker, guest in chosen.items()}
-            for worker, guest in chosen.items():
-                try:
-                    ends = self._connected(worker, guest)
-                except OSError as error:
-                    why = f"the controller gets no connection for messages with it: {error}"
-                    _say(f"the worker on {guest.place['host']} is sent away: {why}")
-                    _end([guest], why)
-                    continue
-                with uninterrupted():
-                    self.places.connected(worker, ends)
-                    self._at[worker] = guest
-                open_places.remove(worker)
+            try:
+                for worker, guest in chosen.items():
+                    if self._takes_its_place(worker, guest):
+                        open_places.remove(worker)
+            except BaseException:  # Ctrl-C
+                for guest in guests:
+                    if guest not in self._at.values():
+                        guest.lines.close()
+                raise
         return {worker: self.places.address(worker) for worker in places}
+
+    def _takes_its_place(self, worker: int, guest: Guest) -> bool:
+        """Have a guest be a worker. Returns False if it cannot, and sends it away."""
+        try:
+            ends = self._connected(worker, guest)
+        except OSError as error:
+            why = f"the controller gets no connection for messages with it: {error}"
+            _say(f"the worker on {guest.place['host']} is sent away: {why}")
+            _end([guest], why)
+            return False
+        with uninterrupted():
+            self.places.connected(worker, ends)
+            self._at[worker] = guest
+        return True
 
     def _present(self) -> list[Guest]:
         """Those that wait and are there."""
