@@ -15,6 +15,7 @@ from pippy.drivers.engines.torchrun.interfaces import link_named
 from pippy.drivers.engines.torchrun.meeting import Meeting
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.listening_sockets import hang_up_on_strangers
 from tests.drivers.processes import listening, unprobed, watched, within
 from tests.drivers.strangers import HTTP, attack, come_by_the_thousand, half_open, ports_of, say
 from tests.drivers.torchrun_jobs import ROOT, started, tell
@@ -84,6 +85,21 @@ def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so
     assert (
         "If a stranger, as a port scan, connects there meanwhile, RPC lets in nobody else: start the job again" in text
     )
+
+
+def test_where_something_changes_addresses_on_the_way_nobody_is_taken_for_a_stranger():
+    """The rank that has connected says other ends than those that are seen here."""
+    with ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ends = [stack.enter_context(socket.create_connection(door.getsockname())) for _ in range(2)]
+        there = [stack.enter_context(door.accept()[0]) for _ in ends]
+        ranks = [{(end.getsockname(), end.getpeername()) for end in ends}, {(("10.0.0.9", 4711), door.getsockname())}]
+        hang_up_on_strangers(door.getsockname()[1], ranks)
+        for end in there:
+            end.sendall(b"x")
+        assert [end.recv(1) for end in ends] == [b"x", b"x"]
+        hang_up_on_strangers(door.getsockname()[1], [{(ends[0].getsockname(), ends[0].getpeername())}])
+        assert ends[1].recv(1) == b""
 
 
 def scanned_first(close_ports, pids):
