@@ -38,6 +38,7 @@ from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.readable import count_with_noun
 
 _ENDS_WITHIN = 2.0  # seconds that a worker has to end when it is told to
+_LOST_ENDS_WITHIN = 0.5  # and one that was lost, of this host; for those of others nobody waits
 
 
 @dataclass(frozen=True)
@@ -372,16 +373,16 @@ def _hosts(guests: Sequence[Guest]) -> str:
 
 
 def _end(guests: Sequence[Guest], why: str | None = None) -> None:
-    """Tell workers to end, and wait for it. One of this host that does not is killed: it may be stopped."""
-    if why is not None:
-        for each in guests:
-            each.tell_to_end(why)
-    until = time.monotonic() + _ENDS_WITHIN
+    """Wait until workers end that were told to; or tell lost ones why. One of this host that does not end is killed."""
+    for each in guests if why is not None else ():
+        each.tell_to_end(why)
+    until = time.monotonic() + (_ENDS_WITHIN if why is None else _LOST_ENDS_WITHIN)
     own = shared_memory_of()
     for each in guests:
-        while each.gone() is None and (left := until - time.monotonic()) > 0:
+        near = each.place.get("memory") == own
+        while (near or why is None) and each.gone() is None and (left := until - time.monotonic()) > 0:
             _await_any([each.lines], left)
-        if each.place.get("memory") == own:
+        if near:
             kill_process(each.place["pid"], each.place["began"])
         each.lines.close()
 

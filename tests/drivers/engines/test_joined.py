@@ -25,6 +25,8 @@ from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
 from tests.drivers.processes import allowing_for, close_open_cluster, within
 from tests.drivers.strangers import attack, half_open
+from tests.training.models import assert_same
+from tests.training.models import run as run_training
 
 pytestmark = pytest.mark.usefixtures("alone")
 STEPS = 6
@@ -161,6 +163,25 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         run.steps(4, STEPS)
         is_right(run)
     assert {each.status() for each in shells.all} == {0, -signal.SIGKILL}
+
+
+def test_a_training_goes_on_by_itself(shells, in_float64, tmp_path):
+    """Two workers die, one after the other. Spares take their places, or workers that join meanwhile."""
+    for _ in range(3):
+        shells.worker()
+    killed = []
+
+    def kill(report):
+        if report.step in (4, 7) and report.step not in killed:
+            killed.append(report.step)
+            shells.worker()
+            os.kill(workers.session.workers[report.step % 2].pid, signal.SIGKILL)
+
+    with cluster(2, join=shells.join, secret_file=shells.secret_file, start_timeout=100.0) as workers:
+        undisturbed = run_training(workers, None)
+        again = run_training(workers, tmp_path / "run", callbacks=kill, max_recoveries=2)
+    assert_same(again, undisturbed)
+    assert again[0].recoveries == 2 and killed == [4, 7]
 
 
 OTHER = """
