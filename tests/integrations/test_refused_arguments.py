@@ -9,6 +9,7 @@ from transformers import HfArgumentParser
 
 import pippy.integrations.transformers as integration
 from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.integrations.transformers.refusals import REFUSED_ARGUMENTS, check_training_arguments
 from tests.integrations.trainers import PipelineArguments, PipelineTrainer, arguments, gpt2, padded, sentences
 
@@ -70,6 +71,21 @@ def test_a_pipeline_that_nobody_has_described(tmp_path):
         PipelineTrainer(gpt2(), arguments(tmp_path), pipeline=PipelineArguments(stages=1, replicas=0))
 
 
+@pytest.mark.parametrize(
+    "given, instead",
+    [
+        ({"schedule": "gpipe"}, "take one of auto, fill_drain, 1f1b"),
+        ({"schedule": "zb_h1", "memory": "1GiB"}, "leave one of them out"),
+        ({"replicas": 2, "memory": "1GiB"}, "print trainer.driver.choice, and give that schedule"),
+        ({"checkpoint": "some"}, "take one of 'always', 'except_last', 'never'"),
+        ({"chunks": 0}, "chunks=0"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_made(given, instead, tmp_path):
+    with pytest.raises((DriverError, ArgumentError), match=instead):
+        PipelineTrainer(gpt2(), arguments(tmp_path), pipeline=PipelineArguments(stages=2, **given))
+
+
 @pytest.mark.parametrize("name", ["transformers", "accelerate"])
 def test_without_the_library(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
@@ -80,6 +96,7 @@ def test_without_the_library(name, monkeypatch):
 def test_arguments_of_a_command_line():
     line = ["--stages", "2", "--schedule", "zb_h1", "--memory", "1GiB", "--compile", "--chunks", "3"]
     (found,) = HfArgumentParser(PipelineArguments).parse_args_into_dataclasses(line)
+    assert PipelineArguments(stages=2, memory="1GiB").driver_options()["schedule"] == "auto"
     assert found == PipelineArguments(stages=2, schedule="zb_h1", memory="1GiB", compile=True, chunks=3)
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.driver.steps.driver_arguments import check_chunks
+from pippy.drivers.driver.steps.driver_arguments import check_chunks, checked_checkpoint
+from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.ir.base.trees import describe
 
 
@@ -52,7 +53,24 @@ class PipelineArguments:
                 "PipelineTrainer does not know into how many stages to cut the model; say stages=4, or open a cluster before: "
                 "with cluster(4): ..."
             )
+        self._check_schedule()
+        checked_checkpoint(self.checkpoint, self.stages_on(workers or 1))
         return self
+
+    def _check_schedule(self) -> None:
+        chooses = self.schedule == "auto" or self.memory is not None
+        if self.schedule not in (*REGISTRY, "auto"):
+            raise DriverError(f"schedule={describe(self.schedule)}: take one of auto, {', '.join(REGISTRY)}")
+        if self.memory is not None and self.schedule not in ("1f1b", "auto", "list"):
+            raise DriverError(
+                f"memory={self.memory!r} has the schedule chosen that fits, and schedule={self.schedule!r} is given, too; "
+                "leave one of them out"
+            )
+        if self.replicas > 1 and chooses:
+            raise DriverError(
+                f"replicas={self.replicas} and a schedule that is chosen (schedule='auto', or memory=) cannot be combined; "
+                "have it chosen for one pipeline, print trainer.driver.choice, and give that schedule"
+            )
 
     def stages_on(self, workers: int) -> int:
         """Into how many stages the model is cut."""

@@ -54,6 +54,11 @@ class PipelinedModel:
     def _chunks(self, rows: int) -> int:
         return self.arguments.chunks_of(rows, self.accumulated, self.stages) if self.is_cut else 1
 
+    def _asked_chunks(self, rows: int) -> int | None:
+        """The micro-batches of a step, or None if the driver chooses how many fit."""
+        chooses = self.arguments.memory is not None and self.arguments.chunks is None
+        return None if chooses else self._chunks(rows)
+
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a batch has the arguments that the stages were made for."""
         return self.names == set(batch)
@@ -62,21 +67,22 @@ class PipelinedModel:
         """Run batches forward and backward, and give the sum of their losses.
 
         Losses that are sums over all batches, divided by what these hold together, are one step of the pipeline. A loss that is
-        a mean over its batch is a step of its own.
+        a mean over its batch is a step of its own, and so is each batch where the driver chooses a step that fits.
         """
         self.is_training = True
         together = [[each] for each in batches]
-        if self.sums:  # batches of an update that the Trainer has left are divided by another number
+        if self.sums and self.arguments.memory is None:
+            # Batches of an update that the Trainer has left are divided by another number.
             together = [list(each) for _, each in itertools.groupby(batches, lambda batch: float(batch[ITEMS]))]
         running = []
         for each in together:
-            call = call_of_items(each, self._chunks(max(map(_rows, each))))
+            call = call_of_items(each, self._asked_chunks(max(map(_rows, each))))
             running.append(self.driver.run_async(call.chunks, *call.args, outputs=False, **call.kwargs))
         return torch.stack([each.result() for each in running]).sum()
 
     def evaluate(self, batch: Mapping[str, Any], outputs: bool) -> tuple[torch.Tensor, Any]:
         """The loss of a batch, and what the model returns for it, or nothing."""
-        call = call_of_items([batch], self._chunks(_rows(batch)))
+        call = call_of_items([batch], self._asked_chunks(_rows(batch)))
         with torch.no_grad():
             result = self.driver.run(call.chunks, outputs=None if outputs else False, **call.kwargs)
         return (result["loss"], returned_outputs(result)) if outputs else (result, {})
