@@ -98,7 +98,14 @@ class ConnectedWorker:
 
     def _come_in(self, host: int, invitation: Invitation) -> None:
         within = self.settings.timeout / 2
-        end = come_in(invitation, self.index, within)
+        try:
+            end = come_in(invitation, self.index, within)
+        except OSError as error:
+            raise OSError(
+                f"it gets no connection with worker {self.settings.names[host]!r} at {invitation.address}, port "
+                f"{invitation.port}: {error}. Workers of different hosts connect with each other, at ports that their systems "
+                "choose: a firewall between the hosts must let them, and a tunnel from each to the script is not enough"
+            ) from error
         if end.family != socket.AF_UNIX:
             self._use_far(host, end)
             return

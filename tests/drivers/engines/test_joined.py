@@ -14,11 +14,13 @@ import torch
 
 from pippy import cluster, local_cluster
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings
 from pippy.drivers.engines.joined import joined_engine
 from pippy.drivers.engines.joined.join_address import listening_place, own_address
 from pippy.drivers.engines.joined.joined_cluster import joined_cluster
 from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
-from pippy.drivers.wire.messages.doors import Door
+from pippy.drivers.protocol.urgent import ComeIn
+from pippy.drivers.wire.messages.doors import Door, Invitation
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import keep
 from tests.drivers.joining_shells import Shells
@@ -321,6 +323,16 @@ def test_a_secret_file_is_made_for_its_owner_alone_and_refused_if_others_can_rea
         secret_in(tmp_path)
     with pytest.raises(ClusterError, match=r"cannot be made: .*give another path as secret_file="):
         made_secret_file(path / "below")
+
+
+def test_a_worker_that_gets_no_connection_with_another_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = free.getsockname()
+    worker = ConnectedWorker(0, "127.0.0.1", RunSettings("", ("a", "b"), "cpu", 1, 5.0, 0.0), print)
+    with pytest.raises(
+        OSError, match=rf"no connection with worker 'b' at 127.0.0.1, port {place[1]}: .*refused\. .*firewall"
+    ):
+        worker.urgent(ComeIn(1, Invitation(*place, bytes(32))))
 
 
 def test_where_workers_join():
