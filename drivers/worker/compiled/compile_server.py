@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.backend import Backend
 
-_NICENESS = 10  # on a core on which steps compute, it gets a tenth of the time
+_NICENESS = 5  # on a core on which steps compute, it gets a quarter of the time
 
 # The first message is the worker's sys.path; without it the import of pippy could fail.
 SERVER_CODE = (
