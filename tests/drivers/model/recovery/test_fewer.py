@@ -86,6 +86,13 @@ def test_four_workers_then_three_then_two(workers, expected, tmp_path, point):
         assert run.driver.recover(workers=len(left)).get("step", 0) == at
         assert run.driver.ranks == tuple(left)
     goes_on(run, expected[STAGES], at, STEPS)
+    path = run.save(tmp_path, STEPS)
+    other = Run(workers, made=model(STAGES), world_size=1)
+    assert other.driver.load(path, optimizer=other.optimizer, scheduler=other.scheduler)["step"] == STEPS
+    for name, value in run.optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(value, other.optimizer.state_dict()["state"][name], rtol=0, atol=0)
+    for name, value in run.driver.state_dict().items():
+        assert torch.equal(value, other.driver.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("divided", [False, True])
