@@ -9,7 +9,7 @@ def test_the_trainer_starts_and_ends_workers(tmp_path):
     train(plain, own)
     workers = own.driver.cluster
     assert len(workers) == 2 and not workers.closed
-    own.close()
+    own.end()
     assert workers.closed
     assert_same_history(own, plain)
     assert_same_model(own.model, plain.model)

@@ -192,7 +192,9 @@ class PipelineTrainer(Trainer):
     def end(self) -> None:
         """What a Trainer does at the end of a script, and `close`."""
         self.close()
-        super().end()
+        end = getattr(super(), "end", None)  # older versions have none
+        if end is not None:
+            end()
 
     @contextmanager
     def _changes_model(self) -> Iterator[None]:
