@@ -88,6 +88,12 @@ def cluster(
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if engine is not None and join:
         raise ClusterError(f"join={brief(join)} is another way than engine={engine!r}; leave out one of the two")
+    if join and started and os.environ["WORLD_SIZE"] != "1":
+        raise ClusterError(
+            f"join={brief(join)}, and this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} processes that torchrun "
+            "or something like it has started (RANK and WORLD_SIZE are set): each would wait for workers of its own; start the "
+            "script with python, or leave out join"
+        )
     chosen = engine or ("joined" if join else "torchrun" if started else "local")
     options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
     options |= {"pin": pin, "transport": transport, "patience": patience, "controller_hosts": controller_hosts}

@@ -295,6 +295,15 @@ def test_bad_options_are_refused_before_anybody_can_join(tmp_path, options, word
     assert words in str(refused.value)
 
 
+def test_ranks_of_torchrun_wait_for_no_workers_of_their_own(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ClusterError, match=r"join=True, and this is rank 1 of 2 processes .*start the script with python"
+    ):
+        cluster(2, join=True)
+
+
 def test_a_port_that_is_taken_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
