@@ -334,7 +334,9 @@ def differing(run: Run, expected: dict[str, Any], findings: Findings, fewer: Few
     for _ in range(ATTEMPTS):
         try:
             found = run.driver.state_dict()
-            run.driver.close()
+            with suppress(ClusterError):  # a worker is lost meanwhile; the driver is closed
+                run.driver.close()
+            replace_lost_workers(run.cluster)
             return [
                 f"run {findings.runs}, {run.driver.schedule}: {name}"
                 for name, value in found.items()

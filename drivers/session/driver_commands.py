@@ -188,6 +188,7 @@ class DriverCommands:
             if not self.session.broken:
                 self.wait()
                 present = {*self.workers, *self.left} - self.session.log.gone
+                self._finalizer.detach()  # also if a worker is lost meanwhile: the others have dropped it
                 self.session.call(PendingCommand(dict.fromkeys(sorted(present), Unload()), self.driver))
             self._finalizer.detach()
 

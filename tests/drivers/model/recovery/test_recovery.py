@@ -221,3 +221,19 @@ def test_ctrl_c_and_another_loss_while_it_recovers(workers, expected, monkeypatc
         run.step(2)
     assert run.driver.recover() == {"step": 1}
     goes_on(run, expected, 1)
+
+
+def test_a_driver_that_was_closing_when_a_worker_was_lost_is_closed(workers, expected):
+    """The other workers have dropped it; the cluster goes on with another driver's recovery."""
+    other = Run(workers)
+    other.protect(0)
+    run = Run(workers)
+    run.steps(0, 2)
+    run.lose(STAGES - 1)
+    with pytest.raises(WorkerLostError):
+        run.driver.close()
+    with pytest.raises(DriverError, match="this driver was closed; make another"):
+        run.driver.recover()
+    run.driver.close()
+    other.driver.recover()
+    goes_on(other, expected, 0)
