@@ -30,8 +30,9 @@ def cut_sockets():
     """Shut down this process's sockets to other workers."""
     for each in gc.get_objects():
         if isinstance(each, WorkerTransport):
-            for peer in each.sent.keys() & each.connections.keys():
-                each.connections[peer].socket.shutdown(socket.SHUT_RDWR)
+            near = [each.connections[peer] for peer in each.sent.keys() & each.connections.keys()]
+            for connection in (*near, *each.far_connections.values()):
+                connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _limit(what, limit):
