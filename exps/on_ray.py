@@ -93,17 +93,18 @@ def _said(found: Sequence[Sequence[float]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=PARTS)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 16])
     parser.add_argument("--repeat", type=int, default=3, help="starts and recoveries of each kind")
     given = parser.parse_args(arguments)
-    if "steps" in given.parts:
+    parts = given.parts or PARTS
+    if "steps" in parts:
         steps(gpt.SIZES[given.size], given.rounds)
-    if "start" in given.parts:
+    if "start" in parts:
         starts(given.workers, given.repeat)
-    if "recovery" in given.parts:
+    if "recovery" in parts:
         print(
             "a worker is replaced in",
             _said([[recovery_seconds(each) for each in ENGINES] for _ in range(given.repeat)]),

@@ -66,7 +66,7 @@ def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what RPC says of it
                 rpc.close_ports = scanned_first(rpc.close_ports, pids)
                 place = Meeting([], Routes((), (), ()), store, link=link_named("lo"))
-                torchrun._join(RankInfo(rank, 3, rank, 3, True), place, 5.0, 5.0)
+                torchrun._join(RankInfo(rank, 3, rank, 3, True), place, 60.0, 60.0)
                 signal.pause()
             except ClusterError as error:
                 os.write(writing, str(error).encode())
