@@ -5,15 +5,16 @@ Question: with one worker on each host, 8 micro-batches and a GPT-like decoder, 
 Command:  python -m exps.two_hosts --size small --rounds 20       (see --help; from the root of the repository, as root)
 Method:   as versus_torch.py, with the same contestants, models and checks; but each process of a contestant is on a host of
           its own, which is a network namespace, and has one core. pippy's are those that `cluster()` joins under torchrun.
-Finding:  two virtual cores. small, --rounds 6, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b", of torch 1F1B: without a
-          delay pippy 1f1b 0.99 (0.90–1.07), eager_1f1b 0.96 (0.84–1.07); with 1 ms 0.86 (0.76–1.00), 0.71 (0.62–0.81). With
-          all schedules, --rounds 5: without a delay pippy's fastest, 1f1b, 54.5 ms (quartiles 48.8–65.9), torch's, GPipe,
-          71.1 (69.2–79.0); with 1 ms eager_1f1b 73.6 (68.4–76.4), torch's 1F1B 97.9 (90.5–100.2). Other runs of the first
-          kind gave 1f1b 0.92 (0.75–1.22), --rounds 6, and 1.03 (0.95–1.16), --rounds 10, without a delay, so the two are
-          alike there; and 0.94 (0.81–1.09) and 0.80 (0.75–0.87) with it. When
-          all values went by RPC, 1f1b took 1.24 and 1.04: RPC wakes four threads for each small value, and here the thread
-          that computes sends it. When only small ones went by TCP, and large ones by RPC, two runs by turns with --rounds 3
-          gave 1f1b 221 and 148 ms without a delay, and 103 and 197 with it; with all by TCP 135 and 149, 91 and 91.
+Finding:  two virtual cores, a quiet machine, small, --rounds 10, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b", of
+          torch 1F1B: without a delay (31.0 ms) pippy 1f1b 1.14 (1.09–1.17), eager_1f1b 1.17 (1.11–1.20); with 1 ms (56.7 ms)
+          0.89 (0.83–0.95), 0.72 (0.68–0.76). So without a delay torch is ahead: its processes do nothing but compute, and
+          rank 0 of pippy has the controller beside its worker, on one core; how much of the 4 ms that takes was not measured.
+          Earlier, on busier machines: 0.92 to 1.03, and 0.80 to 0.94 with it. With all schedules, --rounds 5, then: without a
+          delay pippy's fastest, 1f1b, 54.5 ms (quartiles 48.8–65.9), torch's, GPipe, 71.1 (69.2–79.0); with 1 ms eager_1f1b
+          73.6 (68.4–76.4), torch's 1F1B 97.9 (90.5–100.2). When all values went by RPC, 1f1b took 1.24 and 1.04: RPC wakes
+          four threads for each small value, and here the thread that computes sends it. When only small ones went by TCP, and
+          large ones by RPC, two runs by turns with --rounds 3 gave 1f1b 221 and 148 ms without a delay, and 103 and 197 with
+          it; with all by TCP 135 and 149, 91 and 91.
 """
 
 import argparse
