@@ -1,22 +1,12 @@
 """Strangers at the ports of a torchrun job: while it starts they can spoil the start, and later nothing."""
 
 import os
-import signal
 import socket
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from torch.distributed import TCPStore
-
-from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.routes import Routes
-from pippy.drivers.engines.torchrun import torchrun
-from pippy.drivers.engines.torchrun.interfaces import link_named
-from pippy.drivers.engines.torchrun.meeting import Meeting
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.listening_sockets import hang_up_on_strangers
-from tests.drivers.processes import listening, unprobed, watched, within
+from tests.drivers.processes import listening, unprobed, within
 from tests.drivers.strangers import HTTP, attack, come_by_the_thousand, half_open, ports_of, say
 from tests.drivers.torchrun_jobs import ROOT, started, tell
 
@@ -53,37 +43,24 @@ def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are
         assert process.returncode == 0, error
 
 
-def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so(monkeypatch):
-    """RPC lets nobody else in. Ranks 1 and 2 have no connection yet. Each is a process of its own, which can join once."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    (reading, writing), pids = os.pipe(), []
-    for rank in (1, 2, 0):
-        if (pid := os.fork()) == 0:
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what RPC says of it
-                rpc.close_ports = scanned_first(rpc.close_ports, pids)
-                place = Meeting([], Routes((), (), ()), store, link=link_named("lo"))
-                torchrun._join(RankInfo(rank, 3, rank, 3, True), place, 60.0, 60.0)
-                signal.pause()
-            except ClusterError as error:
-                os.write(writing, str(error).encode())
-            finally:
-                os._exit(0)
-        pids.append(pid)
-    os.close(writing)
-    with watched(*pids), within(10):
-        os.waitpid(pids.pop(), 0)
-        for each in pids:
-            os.kill(each, signal.SIGKILL)
-            os.waitpid(each, 0)
-        with open(reading) as told:
-            text = told.read()
-    assert "not all ranks got a connection with each other" in text and "worker1: ECONNREFUSED" in text
+def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so():
+    """RPC lets nobody else in, and ranks 1 and 2 have no connection yet."""
+    with started(*STANDALONE, "3", SCRIPT, HOSTS="a b c") as process:
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert lines[3] == "listening\n", (lines, process.communicate(timeout=20))
+        pids = [int(line.split()[-1]) for line in lines[:3]]
+        for place in ports_of(pids):
+            with suppress(ConnectionRefusedError):  # it is closed already
+                say(socket.create_connection(place))
+        while ports_of(pids):
+            os.sched_yield()
+        tell(process, "")
+        with within(10):
+            _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "not all ranks got a connection with each other" in error and "ECONNREFUSED" in error
     assert (
-        "If a stranger, as a port scan, connects there meanwhile, RPC lets in nobody else: start the job again" in text
+        "If a stranger, as a port scan, connects there meanwhile, RPC lets in nobody else: start the job again" in error
     )
 
 
@@ -100,17 +77,3 @@ def test_where_something_changes_addresses_on_the_way_nobody_is_taken_for_a_stra
         assert [end.recv(1) for end in ends] == [b"x", b"x"]
         hang_up_on_strangers(door.getsockname()[1], [{(ends[0].getsockname(), ends[0].getpeername())}])
         assert ends[1].recv(1) == b""
-
-
-def scanned_first(close_ports, pids):
-    """A stranger comes to the ports of these processes, and leaves; they have seen it before their ports are to be closed."""
-
-    def scanned(*arguments):
-        for place in ports_of(pids):
-            with suppress(ConnectionRefusedError):  # it was gloo's
-                say(socket.create_connection(place))
-        while ports_of(pids):
-            os.sched_yield()
-        close_ports(*arguments)
-
-    return scanned
