@@ -413,15 +413,16 @@ class PipelineDriverBase(ModelOnWorkers):
     def _recover(
         self, ask: Callable[[Collection[int]], WorkersToGoOnWith], schedule: str | Program | None
     ) -> dict[str, Any]:
-        next_one, warning = self._arrangement, ""
+        before = next_one = self._arrangement  # also for another try, when the stages are placed anew already
+        warning = ""
 
         def wanted(lost: frozenset[int]) -> Collection[int]:
             nonlocal next_one, warning
             missing = lost | self.cluster.gone
             asked = ask(missing)
             if asked == WorkersToGoOnWith() and schedule is None:
-                return lost | missing.intersection(self.ranks)
-            next_one, warning = self._arrangements.next(self._arrangement, asked, schedule, missing)
+                return lost | missing.intersection(before.ranks)
+            next_one, warning = self._arrangements.next(before, asked, schedule, missing)
             return missing.intersection(next_one.ranks)
 
         def settle() -> None:

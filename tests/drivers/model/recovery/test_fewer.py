@@ -112,6 +112,18 @@ def test_two_replicas_then_one_then_two(workers, expected, tmp_path, point, divi
     goes_on(run, expected[2], 4, STEPS)
 
 
+def test_the_replica_that_is_whole_goes_on_though_nobody_had_noticed_the_loss(workers, expected):
+    """A stopped worker breaks no connection: it is found when the stages are placed already."""
+    run = Run(workers, made=model(2, False), replicas=2)
+    run.steps(0, 2)
+    run.protect(2)
+    run.lose(1, how=signal.SIGSTOP)
+    assert run.driver.recover(replicas=1) == {"step": 2}
+    assert run.driver.ranks == (2, 3)
+    workers.session.timeout = 20.0
+    goes_on(run, expected[2], 2, STEPS)
+
+
 def test_three_replicas_of_one_worker_then_two(workers, expected):
     run = Run(workers, made=model(2, False), replicas=3, world_size=3)
     run.steps(0, 2)
