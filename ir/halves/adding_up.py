@@ -10,15 +10,15 @@ a sum, but would compute it into other memory than the sum's: `without_sums` par
 """
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from pippy.ir.base.node_notes import FAKE_VALUE, copy_notes
+from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves.joint import storage_of, written_by
-from pippy.ir.halves.pieces import Piece, TakesAList
+from pippy.ir.halves.pieces import Piece, TakesAList, piece_of
 
 _WORTH_IT = 1 << 18  # bytes, which the caches of a core may lose until the end of a backward
 
@@ -84,10 +84,9 @@ def without_sums(piece: Piece) -> Parted | None:
     kept = [at for at, node in enumerate(inputs) if node in needed]
     (results,) = nodes[-1].args
     first = [node for node in nodes[:-1] if node.op != "placeholder" and node not in apart]
-    second = [node for node in nodes if node in apart]
     return Parted(
-        _piece_of(piece, [inputs[at] for at in passed], first, [*results, *made]),
-        _piece_of(piece, [*(inputs[at] for at in kept), *made], second, []),
+        piece_of(piece.module, [inputs[at] for at in passed], [*results, *made], first),
+        piece_of(piece.module, [*(inputs[at] for at in kept), *made], [], apart),
         passed,
         kept,
     )
@@ -102,21 +101,6 @@ def _products(nodes: Sequence[fx.Node], sums: Collection[fx.Node]) -> set[fx.Nod
         if alone and written.isdisjoint(map(storage_of, node.all_input_nodes)):
             found.add(node)
     return found
-
-
-def _piece_of(
-    piece: Piece, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], outputs: Sequence[fx.Node | None]
-) -> Piece:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copy_notes(copies[node], node)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([None if each is None else copies[each] for each in outputs])
-    graph.set_codegen(TakesAList())
-    return Piece(fx.GraphModule(piece.module, graph), inputs, outputs)
 
 
 def _is_worth_it(gradient: fx.Node | None, parameter: fx.Node) -> bool:

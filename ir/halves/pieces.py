@@ -119,7 +119,7 @@ class Pieces:
         joint = self.joint
         outputs, inputs = [*joint.outputs, *self.kept], [*joint.held, *joint.given]
         nodes = self._closure([*outputs, *joint.effects], inputs, ())
-        return _piece(joint, inputs, outputs, nodes)
+        return piece_of(joint.module, inputs, outputs, nodes)
 
     @cached_property
     def backward(self) -> Piece:
@@ -165,7 +165,7 @@ class Pieces:
             if node.op == "placeholder" or (node in done and not joint.repeats(node)):
                 raise StageError(f"{node.name} was computed, is needed again, and was not kept: a fault of the cut")
         read = {each for node in nodes for each in node.all_input_nodes} | set(outputs)
-        return _piece(joint, [node for node in (*joint.held, *sorted(there)) if node in read], outputs, nodes)
+        return piece_of(joint.module, [node for node in (*joint.held, *sorted(there)) if node in read], outputs, nodes)
 
     def _closure(
         self, wanted: Iterable[fx.Node | None], without: Collection[fx.Node], done: Collection[fx.Node]
@@ -235,9 +235,10 @@ def _join_convolutions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _piece(
-    joint: Joint, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None], nodes: Collection[fx.Node]
+def piece_of(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None], nodes: Collection[fx.Node]
 ) -> Piece:
+    """The piece that computes the outputs by these nodes of one graph, which has its operations' module."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -248,4 +249,4 @@ def _piece(
     graph.output([None if each is None else copies[each] for each in outputs])
     _join_convolutions(graph)
     graph.set_codegen(TakesAList())
-    return Piece(fx.GraphModule(joint.module, graph), inputs, outputs)
+    return Piece(fx.GraphModule(module, graph), inputs, outputs)

@@ -23,7 +23,7 @@ from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_
 from pippy.drivers.wire.messages.handed_sockets import hand_over, shared_memory_of, take_over
 from pippy.drivers.wire.messages.message_connection import MessageStream, WorkerMessageConnection
 from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.drivers.wire.messages.urgent import UrgentConnection, answer_at_once
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.drivers.worker.worker_context import WorkerContext
@@ -127,7 +127,7 @@ class ConnectedWorker:
             self.carrier.add_near(guest, here)
 
     def _use_far(self, peer: int, end: socket.socket) -> None:
-        break_when_silent(end, self.settings.timeout, SILENT * self.settings.timeout)
+        break_when_silent(end, self.settings.timeout)
         self.carrier.add_far(peer, end)
 
     def _broke(self, *_: Any) -> None:

@@ -33,7 +33,7 @@ from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs, shared_memory_of
-from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.readable import count_with_noun
 
@@ -193,7 +193,7 @@ class JoinedEngine:
         """Take a connection: 0 is that of a worker that joins; the others were asked for."""
         timeout = self.launch.timeout
         with suppress(OSError):  # it is gone
-            break_when_silent(end, timeout, SILENT * timeout)
+            break_when_silent(end, timeout)
         if number == 0:
             with self._joining:
                 self._waiting.append(guest := Guest(end))

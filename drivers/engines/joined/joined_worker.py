@@ -24,9 +24,10 @@ from pippy.drivers.engines.joined.secret_file import secret_in
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.engines.local.local_cluster import WORKER
+from pippy.drivers.engines.standard_streams import exit_at_once
 from pippy.drivers.wire.messages.doors import GuestRefused, Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, take_over
-from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.ir.base.readable import count_with_noun
 
 _GREETS = 10.0  # seconds for one attempt to come in
@@ -117,7 +118,7 @@ class JoinedWorker:
     def __init__(self, end: socket.socket, invitation: Invitation) -> None:
         self.lines, self.invitation = ControlLines(end), invitation
         self.address, self.where = end.getsockname()[0], joined_address(invitation.address, invitation.port)
-        break_when_silent(end, _SILENCE, SILENT * _SILENCE)
+        break_when_silent(end, _SILENCE)
 
     def run(self, place: dict[str, Any]) -> NoReturn:
         """Wait, and run commands, until this process ends."""
@@ -136,7 +137,7 @@ class JoinedWorker:
             with suppress(OSError):
                 self.lines.send(failed=text[-_LONGEST:])
             _say(text)
-            _exit(1)
+            exit_at_once(1)
 
     def _work(self, run: dict[str, Any]) -> NoReturn:
         index, given = run["index"], run["settings"]
@@ -152,7 +153,7 @@ class JoinedWorker:
 
     def _connections(self, run: dict[str, Any], timeout: float) -> SocketPair:
         """The connections for messages: through memory that both see, or as two more guests at the controller's door."""
-        break_when_silent(self.lines.socket, timeout, SILENT * timeout)
+        break_when_silent(self.lines.socket, timeout)
         if "invitation" in run:
             with come_in(Invitation.of_line(run["invitation"]), run["index"], timeout) as end:
                 end.settimeout(timeout)
@@ -160,7 +161,7 @@ class JoinedWorker:
             return messages, urgent
         messages, urgent = (come_in(self.invitation, number, timeout) for number in run["numbers"])
         for end in (messages, urgent):
-            break_when_silent(end, timeout, SILENT * timeout)
+            break_when_silent(end, timeout)
         return messages, urgent
 
     def _read(self) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class JoinedWorker:
     def _end(self, said: dict[str, Any]) -> NoReturn:
         why = said.get("end", "the controller says something else than was expected")
         _say(f"ends: {'the cluster was closed' if why is None else why}")
-        _exit(0 if why is None else 1)
+        exit_at_once(0 if why is None else 1)
 
     def _broke(self) -> None:
         """A connection for messages has ended. The controller may be about to say why."""
@@ -190,11 +191,3 @@ class JoinedWorker:
 def _say(text: str) -> None:
     if sys.stderr is not None:
         print(f"pippy worker: {text}", file=sys.stderr, flush=True)
-
-
-def _exit(status: int) -> NoReturn:
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    finally:
-        os._exit(status)

@@ -1,6 +1,5 @@
 """A worker of a local cluster, from its fork to its end."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.engines.local.launch_reports import Failed, Ready, report
 from pippy.drivers.engines.local.parent_death import die_with_controller, die_with_parent
+from pippy.drivers.engines.standard_streams import exit_at_once
 
 
 def start_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> NoReturn:
@@ -28,10 +28,7 @@ def start_worker(index: int, worker: type, config: LaunchConfig, controller: soc
         report(controller, Failed(index, traceback.format_exc(), config.start))
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()
-        os._exit(status)
+        exit_at_once(status)
 
 
 def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:

@@ -28,7 +28,7 @@ from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs
-from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
@@ -254,7 +254,7 @@ class RayEngine:
                     ends = come_in(invitation, 0, timeout), come_in(invitation, 1, timeout)
                     for end in ends:
                         undo.callback(end.close)
-                        break_when_silent(end, timeout, SILENT * timeout)
+                        break_when_silent(end, timeout)
                     undo.pop_all()
                 return ends
             with come_in(invitation, 0, timeout) as end:

@@ -7,18 +7,19 @@ import os
 import queue
 import signal
 import socket
-import sys
 from contextlib import suppress
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.local.fork_server import load
+from pippy.drivers.engines.standard_streams import exit_at_once
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import take_over
-from pippy.drivers.wire.messages.silent_connections import SILENT, break_when_silent
+from pippy.drivers.wire.messages.silent_connections import break_when_silent
 
 
 class RayWorker:
@@ -28,9 +29,8 @@ class RayWorker:
         self.index, self.name = index, name
         self._ends: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-        with suppress(
-            OSError
-        ):  # Ray gives its workers a lower priority than all else, and the system may not let it be raised
+        # Ray gives its workers a lower priority than all else, and the system may not let it be raised
+        with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         keep_freed_memory()
 
@@ -59,22 +59,14 @@ class RayWorker:
     def run(self, settings: RunSettings) -> None:
         """Run commands until this process ends."""
         ends = dict(self._ends.get(timeout=4 * self.timeout) for _ in range(2))
-        ConnectedWorker(self.index, self.address, settings, _end).run(ends[0], ends[1])
+        ConnectedWorker(self.index, self.address, settings, partial(exit_at_once, 0)).run(ends[0], ends[1])
 
     def _meet_controller(self, guest: int, end: socket.socket) -> None:
         if end.family != socket.AF_UNIX:
-            break_when_silent(end, self.timeout, SILENT * self.timeout)
+            break_when_silent(end, self.timeout)
             self._ends.put((guest, end))
             return
         with end, suppress(OSError):  # the controller is told
             end.settimeout(self.timeout)
             for number, each in enumerate(take_over(end, 2)):
                 self._ends.put((number, each))
-
-
-def _end() -> NoReturn:
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    finally:
-        os._exit(0)

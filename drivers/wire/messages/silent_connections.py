@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-SILENT = 4  # times the seconds between two probes, until a connection is broken
+_SILENT = 4  # times the seconds between two probes, until a connection is broken
 
 
 def break_silent_connections(seconds: float) -> None:
@@ -27,11 +27,13 @@ def break_silent_connections(seconds: float) -> None:
     for _, found in tcp_sockets():
         with suppress(OSError):  # it is not connected
             found.getpeername()
-            break_when_silent(found, seconds, SILENT * max(1, math.ceil(seconds)))
+            break_when_silent(found, max(1, math.ceil(seconds)))
 
 
-def break_when_silent(end: socket.socket, quiet: float, silent: float) -> None:
+def break_when_silent(end: socket.socket, quiet: float, silent: float | None = None) -> None:
     """Probe a connection of TCP when ``quiet`` seconds were quiet, and then as often; break it when ``silent`` seconds were.
+
+    These are four times the quiet ones if they are not given.
 
     >>> with socket.socket() as end:
     ...     break_when_silent(end, 0.5, 2.5)
@@ -39,6 +41,7 @@ def break_when_silent(end: socket.socket, quiet: float, silent: float) -> None:
     1
     """
     whole = max(1, math.ceil(quiet))
+    silent = _SILENT * quiet if silent is None else silent
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole)
     # what was sent and is not acknowledged counts, too, and is not probed

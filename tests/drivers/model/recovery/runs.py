@@ -1,7 +1,9 @@
 """A run with dropout, AdamW and a scheduler, of which every loss is noted, and what may happen to it."""
 
 import signal
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,3 +81,18 @@ def opened(workers=STAGES):
     """A cluster for runs."""
     close_open_cluster()
     return local_cluster(workers, threads=1, timeout=20.0)
+
+
+@contextmanager
+def interrupted_in(monkeypatch, where, name):
+    """The block ends by Ctrl-C, behind the first call of a function."""
+    real = getattr(where, name)
+
+    def interrupt(*given):
+        monkeypatch.undo()
+        real(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        yield

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from pippy.drivers.base.errors import ClusterError, DriverError, WorkerLostError
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.plan import make_schedule
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.model.recovery.runs import Run, model, opened, undisturbed
+from tests.drivers.model.recovery.runs import Run, interrupted_in, model, opened, undisturbed
 from tests.drivers.processes import close_open_cluster
 
 STAGES, STEPS = 4, 6
@@ -45,21 +45,6 @@ def lose(run, *lost):
     run.lose(*lost)
     with pytest.raises(WorkerLostError):
         run.step(STEPS)
-
-
-@contextmanager
-def interrupted_in(monkeypatch, where, name):
-    """The block ends by Ctrl-C, behind the first call of a function."""
-    real = getattr(where, name)
-
-    def interrupt(*given):
-        monkeypatch.undo()
-        real(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(where, name, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        yield
 
 
 def goes_on(run, expected, first, last):

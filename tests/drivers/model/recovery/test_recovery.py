@@ -10,7 +10,7 @@ import torch
 from pippy.drivers.base.errors import CheckpointError, DriverError, StepError, WorkerLostError
 from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.model.recovery.runs import STAGES, Run, opened, undisturbed
+from tests.drivers.model.recovery.runs import STAGES, Run, interrupted_in, opened, undisturbed
 
 STEPS = 6
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -205,17 +205,9 @@ def test_ctrl_c_and_another_loss_while_it_recovers(workers, expected, monkeypatc
     run.lose(1)
     holder = {"send_again": run.driver.programs, "take_kept": run.driver.recovery, "restore": run.optimizer}[where]
     name = {"send_again": "send_again", "take_kept": "_make_fresh", "restore": "take_options"}[where]
-    real = getattr(holder, name)
-
-    def interrupt(*given):
-        monkeypatch.undo()
-        real(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(holder, name, interrupt)
     with pytest.raises(WorkerLostError):
         run.step(2)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_in(monkeypatch, holder, name):
         run.driver.recover()
     with pytest.raises(DriverError, match=r"call driver.recover\(\)"):
         run.step(2)

@@ -4,7 +4,6 @@ import copy
 import os
 import signal
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.protocol.optimizers import OptimizerStep
 from pippy.drivers.session.command_log import PendingCommand
 from tests.drivers.engines.test_descriptors import sockets
+from tests.drivers.model.recovery.runs import interrupted_in
 from tests.drivers.processes import close_open_cluster, open_descriptors, stop, strike, within
 
 WORKERS = 3
@@ -145,20 +145,6 @@ def test_a_worker_is_lost_while_another_is_replaced(workers, monkeypatch):
     again = Training(workers)
     again.step()
     again.check()
-
-
-@contextmanager
-def interrupted_in(monkeypatch, where, name):
-    real = getattr(where, name)
-
-    def interrupt(*given):
-        monkeypatch.undo()
-        real(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(where, name, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        yield
 
 
 def test_ctrl_c_while_a_worker_is_replaced_can_be_followed_by_another_try(workers, monkeypatch):
