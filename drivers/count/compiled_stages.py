@@ -59,12 +59,12 @@ def stage_pieces(pipe: Pipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _pieces(graphs: StageGraphs, inputs: Sequence[Any]) -> StagePieces:
     form = graphs.form(inputs)
     if isinstance(form, str):
-        return StagePieces(graphs.name, form)
+        return StagePieces(graphs.stage.name, form)
     cut, plain = form.cut, Pieces(form.cut.joint, keeps_all=True)
     made = [cut.forward, cut.backward, cut.backward_input, cut.backward_weight]
     first, second, third, fourth = map(_operations, made)
     return StagePieces(
-        graphs.name,
+        graphs.stage.name,
         None,
         (first, second, third, fourth),
         (_nbytes(cut, cut.kept), _nbytes(cut, plain.kept)),

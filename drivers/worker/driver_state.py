@@ -66,7 +66,7 @@ from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.shared_tensors import get_tensor
 
 if TYPE_CHECKING:
-    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
+    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages
 
 
 class DriverState:
@@ -405,6 +405,6 @@ class DriverState:
 
 
 def _graphs(options: CompileOptions) -> "GraphsOfStages":
-    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages  # slow to import: fake tensors
+    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages  # slow to import: fake tensors
 
     return GraphsOfStages(options)

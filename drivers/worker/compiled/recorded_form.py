@@ -1,0 +1,212 @@
+"""The graphs of a stage for inputs of one form: recorded, cut into pieces, and what runs these."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pippy.drivers.protocol.programs import filled
+from pippy.drivers.worker.compiled.backend import Code, NotCompiled
+from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
+from pippy.drivers.worker.compiled.recordable_stage import RecordableStage, is_plain
+from pippy.ir.base.trees import describe, leaves, map_tensors, tensors
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.halves.adding_up import adding_up
+from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
+from pippy.ir.halves.pieces import Piece, Pieces
+from pippy.ir.halves.quick_code import quick_code
+from pippy.ir.run.opaque_values import CONSTANTS
+
+Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
+
+
+class PieceCodes:
+    """What runs the pieces of a stage: they are compiled if there is a ``compiler``."""
+
+    def __init__(self, compiler: PieceCompiler | None) -> None:
+        self.compiler = compiler
+        self.made = 0  # how often
+        self.not_compiled: list[str] = []  # why pieces are not
+
+    @property
+    def in_background(self) -> bool:
+        """Whether pieces are compiled while steps run."""
+        return self.compiler is not None and self.compiler.process is not None
+
+    def of(self, pieces: Sequence[Piece]) -> list[Code] | None:
+        """What runs pieces; None while some are compiled in the background."""
+        self.made += 1
+        if self.compiler is None:
+            return list(map(quick_code, pieces))
+        made = self.compiler.codes(pieces)
+        if made is None:
+            return None
+        self.not_compiled += [str(each) for each in made if isinstance(each, NotCompiled)]
+        return [quick_code(piece) if isinstance(code, NotCompiled) else code for piece, code in zip(pieces, made)]
+
+
+class RecordedForm:
+    """The graphs of a stage for inputs of one form."""
+
+    def __init__(self, stage: RecordableStage, codes: PieceCodes, args: Sequence[Any], backward: bool) -> None:
+        self.stage, self.codes = stage, codes
+        self.noted: list[tuple[DeferredBatchNorm, int]] = []  # the calls of deferred batch norms, with how many values
+        self.trains = torch.is_grad_enabled()
+        for each in leaves(list(args)):
+            if isinstance(each, torch.Tensor):
+                if not is_plain(each):
+                    raise NotLowered(f"is given a tensor that is not a plain one ({describe(each)})")
+            elif not isinstance(each, CONSTANTS):
+                raise NotLowered(f"is given a {type(each).__name__}")
+        fakes = self.fakes = FakeInputs([*stage.held(), *tensors(list(args))])
+        self.args = map_tensors(fakes.of, list(args))
+        self.held = [fakes.of(each) for each in stage.held()]
+        self.outputs = self._outputs()
+        self._made: dict[int, Code] = {}
+        self.compiling: list[Piece] = []  # in the background
+        self._is_first, self._halves = True, False
+        # The gradients of outputs are most often laid out as these.
+        usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
+        self.cut = self._cut(usual, None)
+        self.backwards: dict[Any, Pieces] = {self._tangent_key(usual): self.cut}
+        self._adding: dict[int, Piece] = {}
+
+    def _outputs(self) -> Any:
+        with self.fakes.mode:
+            with self._called() as (call, notes):
+                outputs = call(self.held, list(tensors(self.args)))
+                self.noted = [(norm, values) for norm, values, *_ in notes]
+            # each an object of its own, also where the stage gives one tensor twice
+            outputs = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), outputs)
+        for each in leaves(outputs):
+            if isinstance(each, torch.Tensor):
+                if type(each) is not FakeTensor or each.layout is not torch.strided:
+                    raise NotLowered("gives tensors of classes of their own")
+            elif not isinstance(each, CONSTANTS):
+                raise NotLowered(f"gives a {type(each).__name__}")
+        return outputs
+
+    @contextmanager
+    def _called(self) -> Iterator[tuple[Callable[..., Any], list[Note]]]:
+        """Inside, the stage can be called with what it is to hold, and what it is given; the list has what its deferred batch
+        norms note. It holds these tensors until the end: its backward may compute a part again."""
+        stage = self.stage
+
+        def call(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+            items = iter(given)
+            args = filled(stage.template, map_tensors(lambda _: next(items), self.args))
+            stage.hold(held)
+            with torch.set_grad_enabled(self.trains):
+                outputs = nn.Module.__call__(stage.module, *args)
+            if any(now is not each for now, each in zip(stage.held(), held)):
+                raise NotLowered("puts another tensor in the place of a buffer")
+            return outputs
+
+        with stage.holding(self.held), _noting(stage.norms) as notes:
+            yield call, notes
+
+    def _cut(self, tangents: Sequence[torch.Tensor | None], kept: Sequence[str] | None) -> Pieces:
+        without = [None] * (2 * len(self.noted))
+        with self._called() as (call, notes):
+
+            def forward(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                outputs = call(held, given)
+                return [*tensors(outputs), *(each for _, _, *both in notes for each in both)]
+
+            joint = joint_graph(forward, self.held, list(tensors(self.args)), [*tangents, *without])
+            if len(notes) > len(self.noted):
+                raise NotLowered("computes a DeferredBatchNorm again in its backward, which counts once more")
+        if kept is None:
+            return Pieces(joint)
+        nodes = {node.name: node for node in joint.module.graph.nodes}
+        return Pieces(joint, [nodes[name] for name in kept])
+
+    def run(self, args: Sequence[Any], halves: bool) -> tuple[Any, Sequence[torch.Tensor]]:
+        """Run F: give its outputs, and what is kept. With ``halves``, the halves of the backward will run."""
+        self._halves = halves
+        values = self.call(self.cut.forward, [*self.stage.held(), *tensors(args)])
+        kept = values[len(self.cut.joint.outputs) :]
+        items = iter(values)
+        outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
+        for norm, count in self.noted:
+            assert norm.note is not None
+            norm.note(norm, count, next(items), next(items))
+        return outputs, kept
+
+    def call(self, piece: Piece, values: list[torch.Tensor]) -> Sequence[Any]:
+        """Run a piece."""
+        code = self._made.get(id(piece)) or self._code(piece)
+        with torch.no_grad():
+            return code(values)
+
+    def _code(self, piece: Piece) -> Code:
+        """What runs a piece. The first run of F is not compiled, so that stages behind it begin to compile meanwhile. All
+        pieces are compiled for the next computation, or in the background for a later step."""
+        if piece is self.cut.forward and self._is_first and self.codes.compiler is not None:
+            self._is_first = False
+            return quick_code(piece)
+        cut = self.cut
+        backward = (cut.backward_input, self.weights(cut)) if self._halves else (self.whole(cut),)
+        pieces = {id(each): each for each in (piece, cut.forward, *backward)}
+        missing = [each for number, each in pieces.items() if number not in self._made]
+        codes = self.codes.of(missing)
+        if self.codes.in_background:
+            self.compiling += missing
+            codes = list(map(quick_code, missing))
+        assert codes is not None
+        self._made.update(zip(map(id, missing), codes))
+        return self._made[id(piece)]
+
+    def begin_step(self) -> None:
+        """Run what was compiled in the background from now on, if nothing is missing."""
+        if self.compiling and (codes := self.codes.of(self.compiling)) is not None:
+            self._made.update(zip(map(id, self.compiling), codes))
+            self.compiling = []
+
+    def whole(self, cut: Pieces) -> Piece:
+        """The piece B of a cut, which adds up gradients."""
+        return self._adding_up(cut.backward, cut)
+
+    def weights(self, cut: Pieces) -> Piece:
+        """The piece W of a cut, which adds up gradients."""
+        return self._adding_up(cut.backward_weight, cut)
+
+    def _adding_up(self, piece: Piece, cut: Pieces) -> Piece:
+        if id(piece) not in self._adding:
+            self._adding[id(piece)] = adding_up(piece, cut.joint.held)
+        return self._adding[id(piece)]
+
+    def backward(self, tangents: Sequence[torch.Tensor | None]) -> Pieces:
+        """The cut for gradients of outputs of a form."""
+        key = self._tangent_key(tangents)
+        if key not in self.backwards:
+            with self.stage.recording():
+                fakes = [None if each is None else self.fakes.of(each) for each in tangents]
+                self.backwards[key] = self._cut(fakes, [node.name for node in self.cut.kept])
+        return self.backwards[key]
+
+    @staticmethod
+    def _tangent_key(tangents: Sequence[torch.Tensor | None]) -> Any:
+        return tuple([None if each is None else (each.stride(), each.dtype) for each in tangents])
+
+
+@contextmanager
+def _noting(norms: Sequence[DeferredBatchNorm]) -> Iterator[list[Note]]:
+    """Inside, what deferred batch norms would note in a step is noted in a list."""
+    notes: list[Note] = []
+    active = [each for each in norms if each.note is not None]
+    before = [each.note for each in active]
+    try:
+        for each in active:
+            each.note = lambda *note: notes.append(note)
+        yield notes
+    finally:
+        for each, note in zip(active, before):
+            each.note = note
+
+
+def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return value.detach().requires_grad_(requires_grad)
