@@ -28,16 +28,22 @@ from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate
+from pippy.training.loggers.csv_logger import CSVLogger
+from pippy.training.loggers.logger import Logger
+from pippy.training.loggers.tensorboard_logger import TensorBoardLogger
+from pippy.training.loggers.wandb_logger import WandbLogger
 from pippy.training.repeating_loader import RepeatingLoader
 from pippy.training.result import StepReport, TrainingResult
 from pippy.training.train import train
 
 __all__ = [
+    "CSVLogger",
     "ChunkSpec",
     "Cluster",
     "DeferredBatchNorm",
     "IndexLoader",
     "LayerSpec",
+    "Logger",
     "LossWrapper",
     "Max",
     "Mean",
@@ -59,10 +65,12 @@ __all__ = [
     "SplitPoint",
     "StepReport",
     "Sum",
+    "TensorBoardLogger",
     "TensorChunkSpec",
     "TiedLayerSpec",
     "TrainingResult",
     "TrivialLossWrapper",
+    "WandbLogger",
     "annotate_split_points",
     "clear_split_points",
     "cluster",

@@ -117,6 +117,12 @@ class StepData:
             )
         )
 
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the step in which each worker did not compute."""
+        computing = (sum(float(each.duration) for each in spans) for spans in self.timeline.spans)
+        return tuple(1 - seconds / self.makespan for seconds in computing)
+
     @cached_property
     def send_times(self) -> SendTimes:
         """When each value began to be sent to each worker."""

@@ -103,12 +103,12 @@ def _spent(step: StepData, worker: int, cause: Cause) -> str:
 
 
 def _idle(step: StepData, worker: int) -> str:
-    computing = sum(each.duration for each in step.activities[worker] if each.cause == Cause.COMPUTING)
     foreseen, makespan = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
-    idle = step.makespan - computing
+    idle = step.idle[worker]
     return tip(
-        f"<b>{percent(idle / step.makespan)}</b>",
-        f"{step.named(worker)}, idle: {duration(idle)}\npredicted: {duration(foreseen)}, {percent(foreseen / makespan)}",
+        f"<b>{percent(idle)}</b>",
+        f"{step.named(worker)}, idle: {duration(idle * step.makespan)}\n"
+        f"predicted: {duration(foreseen)}, {percent(foreseen / makespan)}",
     )
 
 

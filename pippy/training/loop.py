@@ -28,6 +28,7 @@ from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import tensors
 from pippy.training.checkpoints import TrainingCheckpoints
 from pippy.training.evaluation import Evaluation
+from pippy.training.loggers.training_loggers import TrainingLoggers
 from pippy.training.options import Length
 from pippy.training.progress import TrainingProgress, progress_of
 from pippy.training.reader import DataPosition, Reader, may_read_ahead
@@ -69,12 +70,13 @@ class Loop:
         max_recoveries: int = 0,
         fewer: bool = False,
         check: bool = False,
+        loggers: TrainingLoggers | None = None,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
         self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
         self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
         self.max_recoveries, self.fewer, self.check, self.result = max_recoveries, fewer, check, TrainingResult()
-        self.reads_ahead = may_read_ahead(driver)
+        self.loggers, self.reads_ahead = loggers or TrainingLoggers(), may_read_ahead(driver)
         self.has_tokens = any(isinstance(each, nn.Embedding) for each in driver.pipe.modules())
 
     def run(self) -> TrainingResult:
@@ -110,19 +112,23 @@ class Loop:
         if all(not each.training for each in self.driver.pipe.modules() if not any(each.children())):
             self.driver.train()  # from_pretrained gives a model in evaluation mode
         total = self.length.total(self.reader.data)
-        progress = progress_of(self.shows, total, self.result.steps)
         try:
-            while not self._has_ended(came, progress):
-                pass
+            self.loggers.begin(self.result.steps)
+            progress = progress_of(self.shows, total, self.result.steps)
+            try:
+                while not self._has_ended(came, progress):
+                    pass
+            finally:
+                progress.end()
         finally:
-            progress.end()
+            self.loggers.close()
 
     def _has_ended(self, came: list[Any], progress: TrainingProgress) -> bool:
         """Train to the end. If a worker is lost, go back to the last checkpoint, and return False."""
         try:
             self._steps(came, progress)
             if self.evaluation is not None and not came and not self.result.evaluations.get(self.result.steps):
-                self._evaluated(progress)
+                self.loggers.evaluated(self.result.steps, self._evaluated(progress))
             if self.result.steps:
                 self._save(wait=True)
         except WorkerLostError as lost:
@@ -140,6 +146,7 @@ class Loop:
             except WorkerLostError as another:
                 lost = another
                 continue
+            self.loggers.begin(self.result.steps)
             now = len(self.driver.ranks)
             fewer = f" with {count_with_noun(now, 'worker')}" * (now < before)
             progress.say(
@@ -165,6 +172,7 @@ class Loop:
             if self._evaluates():
                 report.evaluation = self._evaluated(progress)
                 self.updates.evaluated(report.evaluation)
+            self.loggers.log(report)
             for callback in self.callbacks:
                 callback(report)
             if fetched is None and self._is_due():
@@ -235,7 +243,8 @@ class Loop:
         since = time.perf_counter()
         call = call_of_items(items, self.chunks)
         epoch, rates = self.reader.epoch, self.updates.rates()
-        running = self.driver.run_async(call.chunks, *call.args, **loss_alone(self.driver), **call.kwargs)
+        with self.loggers.recorded(self.driver, self.result.steps + 1) as recording:
+            running = self.driver.run_async(call.chunks, *call.args, **loss_alone(self.driver), **call.kwargs)
         self.result.steps += 1
         stops = came or self._is_due() or self._evaluates()
         fetched = None if stops or not self.reads_ahead else self._fetched()
@@ -243,7 +252,10 @@ class Loop:
         loss = float(running.result())
         self.result.losses.append(loss)
         seconds, tokens = time.perf_counter() - since, _tokens(items) if self.has_tokens else None
-        return StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, tokens, seconds), fetched
+        report = StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, tokens, seconds)
+        if recording is not None:
+            report.note(recording.steps[-1])
+        return report, fetched
 
 
 def _first_ctrl_c_waits() -> AbstractContextManager[list[Any]]:

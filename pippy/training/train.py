@@ -15,6 +15,8 @@ from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.training.checkpoints import TrainingCheckpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
+from pippy.training.loggers.logger import Logger, checked_loggers
+from pippy.training.loggers.training_loggers import TrainingLoggers
 from pippy.training.loop import Callback, Loop
 from pippy.training.options import Length, check_count, check_driver
 from pippy.training.reader import Reader
@@ -50,6 +52,8 @@ def train(
     fewer: bool = False,
     check: bool = False,
     progress: bool = True,
+    loggers: Logger | Sequence[Logger] = (),
+    log_every: int = 1,
 ) -> TrainingResult:
     """Train the model of a driver: for so many ``steps`` (updates), or ``epochs`` of ``data``, or whatever ends first.
 
@@ -57,7 +61,7 @@ def train(
     ``driver.run(chunks, ...)``: a tuple of arguments, a dict of them by name, or one tensor. With ``accumulate=k`` a step
     takes k items, each in ``chunks`` micro-batches. Gradients are clipped to the norm ``max_norm``, or each element to
     ``clip_value``. ``optimizer`` and ``scheduler`` may be lists; a scheduler steps with each update. Callbacks are called with
-    a `StepReport` after each step.
+    a `StepReport` after each step. ``loggers``, as `CSVLogger`, are given the numbers of every ``log_every``-th step.
 
     With ``check=True``, the first item of data is given to `driver.check` before the first step: if the workers have not the
     numbers of the plain model, that is a `CheckError` with the table.
@@ -91,6 +95,8 @@ def train(
     if isinstance(data, RepeatingLoader) and steps is None:
         raise DriverError(f"epochs={epochs}: a RepeatingLoader has no end; give steps=, or the data without it")
     reader, called = Reader(data), _checked_callbacks(callbacks)
+    check_count("log_every", log_every, optional=False)
+    to_log = TrainingLoggers(checked_loggers(loggers), log_every)
     _check_recoveries(max_recoveries, fewer, checkpoints, reader)
     return Loop(
         driver,
@@ -106,6 +112,7 @@ def train(
         max_recoveries,
         fewer,
         bool(check),
+        to_log,
     ).run()
 
 
