@@ -2,7 +2,7 @@
 
 Question: Ray places and watches the workers, and carries nothing in a step. Is a step as fast? How long do 2, 8 and 16 workers
           take to start on a Ray that the call starts, too, and how long does it take until a step runs again after one of
-          four workers was killed?
+          four workers was killed, with a spare and without?
 Command:  python -m exps.on_ray                    (see --help; from the root of the repository)
 Method:   steps: two workers on any core, one intra-op thread each, 1F1B, 8 micro-batches of the small decoder; the controllers
           of both clusters are processes that take turns, in random order. start: until all workers have answered, by turns.
@@ -64,12 +64,12 @@ def starts(numbers: Sequence[int], rounds: int) -> None:
     """Print how long clusters take to start."""
     for n in numbers:
         found = [[seconds_to_start(n, engine)[0] for engine in ENGINES] for _ in range(rounds)]
-        print(f"{n} workers start in", _said(found))
+        print(f"{n} workers start in", _said(ENGINES, found))
 
 
-def recovery_seconds(engine: Engine) -> float:
+def recovery_seconds(engine: Engine, spares: int | None = None) -> float:
     """From the end of one of four workers until a step has run again."""
-    with cluster(4, engine=engine, threads=1) as opened:
+    with cluster(4, engine=engine, threads=1, spares=spares) as opened:
         pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), nn.MSELoss())
         driver, x = PipelineDriver1F1B(pipe, opened), torch.ones(8, 64)
         driver.run(4, x, x)
@@ -86,10 +86,17 @@ def recovery_seconds(engine: Engine) -> float:
         return time.perf_counter() - killed
 
 
-def _said(found: Sequence[Sequence[float]]) -> str:
+def recoveries(rounds: int) -> None:
+    """Print how long it takes until a step has run again."""
+    names = (*ENGINES, "ray with a spare")
+    found = [[recovery_seconds("local"), recovery_seconds("ray"), recovery_seconds("ray", 1)] for _ in range(rounds)]
+    print("a worker is replaced in", _said(names, found))
+
+
+def _said(names: Sequence[str], found: Sequence[Sequence[float]]) -> str:
     return ", ".join(
-        f"{engine} {statistics.median(each):.2f} s ({min(each):.2f}–{max(each):.2f})"
-        for engine, each in zip(ENGINES, zip(*found))
+        f"{name} {statistics.median(each):.2f} s ({min(each):.2f}–{max(each):.2f})"
+        for name, each in zip(names, zip(*found))
     )
 
 
@@ -108,10 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "start" in parts:
         starts(given.workers, given.repeat)
     if "recovery" in parts:
-        print(
-            "a worker is replaced in",
-            _said([[recovery_seconds(each) for each in ENGINES] for _ in range(given.repeat)]),
-        )
+        recoveries(given.repeat)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,15 @@ from pippy.ir.base.public_calls import placing_words
 
 ENGINES = ("local", "torchrun", "ray")
 # Options that some engines take and others do not; with what to write for the first, and instead of the second.
-_OPTIONS_OF = {"ray": ("address", "strategy", "resources", "num_gpus"), "joined": ("join", "secret_file")}
+_OPTIONS_OF = {"ray": ("address", "strategy", "resources", "num_gpus", "spares"), "joined": ("join", "secret_file")}
+# What an engine has instead of an option of another one.
+_HAS_INSTEAD = {
+    (
+        "spares",
+        "local",
+    ): "its processes are forks of one that has imported everything, and a lost one is replaced in less than a second",
+    ("spares", "joined"): "each worker that joins beyond n is a spare, so start one more with the line that is printed",
+}
 _ASKED_BY = {"ray": 'engine="ray"', "joined": "join=True"}
 _NOT_OF = {
     "ray": ("pin", "transport", "controller_hosts"),
@@ -47,6 +55,7 @@ def cluster(
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None,
     resources: Mapping[str, float] | None = None,
     num_gpus: float | None = None,
+    spares: int | None = None,
     join: bool | int | str | None = None,
     secret_file: str | os.PathLike[str] | None = None,
 ) -> Cluster:
@@ -72,8 +81,9 @@ def cluster(
     With ``engine="ray"`` each worker is an actor of Ray: of the Ray at ``address`` (as "10.0.0.1:6379", or "auto" for the one
     that runs on this machine), or of that which the script or RAY_ADDRESS names, or of one that this call starts on this
     machine, and that ends with the cluster. Ray places the workers by ``strategy``, in a placement group with a bundle for
-    each: as many CPUs as it has ``threads``, ``num_gpus`` GPUs, and what ``resources`` names besides. ``"local"`` and
-    ``"torchrun"`` name the other two engines.
+    each: as many CPUs as it has ``threads``, ``num_gpus`` GPUs, and what ``resources`` names besides. So many ``spares`` wait
+    with everything imported, and take the places of workers that are lost. ``"local"`` and ``"torchrun"`` name the other two
+    engines.
 
     With ``join=True``, a port, or "HOST:PORT" of this host, the call prints a line (``pippy worker --join ...``) and waits
     until ``n`` workers have been started with it, in any shell of any host. Only who has the ``secret_file`` can join; it is
@@ -98,9 +108,10 @@ def cluster(
     options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
     options |= {"pin": pin, "transport": transport, "patience": patience, "controller_hosts": controller_hosts}
     options |= {"address": address, "strategy": strategy, "resources": resources, "num_gpus": num_gpus}
+    options |= {"spares": spares}
     options |= {"join": join or None, "secret_file": secret_file}
     given = {name: value for name, value in options.items() if value is not None}
-    _check_options(given, chosen)
+    given = _own_options(given, chosen)
     times: dict[str, Any] = {"start_timeout": start_timeout} | ({} if timeout is None else {"timeout": timeout})
     if chosen == "torchrun":
         if not started:
@@ -112,7 +123,6 @@ def cluster(
     lazy = current_lazy_cluster()
     if chosen in _NOT_OF:
         opened = ray_cluster if chosen == "ray" else joined_cluster
-        given = {name: value for name, value in given.items() if name not in _NOT_OF[chosen]}
         return opened(_number(lazy.n if n is None and lazy is not None else n), **given, **times)
     given.pop("controller_hosts", None)  # for torchrun, in a script for both
     if lazy is not None:
@@ -120,23 +130,25 @@ def cluster(
     return local_cluster(_number(n), **given, **times)
 
 
-def _check_options(given: Mapping[str, Any], engine: str) -> None:
-    """Raise if an option is given that another engine takes."""
-    for other, names in _OPTIONS_OF.items():
-        for name in names if other != engine else ():
-            if given.get(name):
-                raise ClusterError(
-                    f"{name}={brief(given[name])} is an option of {_ASKED_BY[other]}, and this cluster is on engine "
-                    f"{engine!r}; leave out {name}, or write cluster(n, {_ASKED_BY[other]})"
-                )
-    for name in _NOT_OF.get(engine, ()):
-        if given.get(name):
-            said = f"; each says it for itself, by an option of pippy worker: --{name}" if name in _OF_A_WORKER else ""
-            raise ClusterError(
-                f"{name}={brief(given[name])} is no option, and this cluster is "
-                + (f"one that workers join{said}" if engine == "joined" else f"on engine {engine!r}")
-                + f"; leave out {name}"
-            )
+def _own_options(given: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """The options without those of other engines. Raises if one of these says anything."""
+    others = {name: other for other, names in _OPTIONS_OF.items() if other != engine for name in names}
+    refused = _NOT_OF.get(engine, ())
+    for name in [each for each in given if given[each] and each in others]:
+        asked = _ASKED_BY[others[name]]
+        instead = f", where {each}" if (each := _HAS_INSTEAD.get((name, engine))) else ""
+        raise ClusterError(
+            f"{name}={brief(given[name])} is an option of {asked}, and this cluster is on engine {engine!r}{instead}; leave "
+            f"out {name}, or write cluster(n, {asked})"
+        )
+    for name in [each for each in given if given[each] and each in refused]:
+        said = f"; each says it for itself, by an option of pippy worker: --{name}" if name in _OF_A_WORKER else ""
+        raise ClusterError(
+            f"{name}={brief(given[name])} is no option, and this cluster is "
+            + (f"one that workers join{said}" if engine == "joined" else f"on engine {engine!r}")
+            + f"; leave out {name}"
+        )
+    return {name: value for name, value in given.items() if name not in others and name not in refused}
 
 
 def _number(n: int | None) -> int:

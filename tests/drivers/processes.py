@@ -52,6 +52,14 @@ def wanting_a_core():
     return max(os.getloadavg()[0], waiting) / (os.cpu_count() or 1)
 
 
+def until(found, limit=30.0):
+    """Wait until something holds."""
+    end = time.monotonic() + allowing_for(limit)
+    while not found() and time.monotonic() < end:
+        time.sleep(0.01)
+    return found()
+
+
 @contextmanager
 def hearing_of_deaths(session):
     """How a worker died is waited for as long as it takes: a peer that finds the connection closed may report it first."""

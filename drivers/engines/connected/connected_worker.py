@@ -45,10 +45,10 @@ class RunSettings:
     patience: float
 
 
-def place_of_this_process(device: str) -> dict[str, Any]:
+def place_of_this_process() -> dict[str, Any]:
     """Where a worker of this process is, and what it has.
 
-    >>> place_of_this_process("cpu")["pid"] == os.getpid()
+    >>> place_of_this_process()["pid"] == os.getpid()
     True
     """
     return {
@@ -56,7 +56,6 @@ def place_of_this_process(device: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "began": began(os.getpid()),
         "memory": shared_memory_of(),
-        "device": device,
         "cores": sorted(os.sched_getaffinity(0)),
     }
 

@@ -55,13 +55,13 @@ class WorkerPlaces:
         place = self.of[worker]
         return Address(self.names[worker], place["host"], place["pid"], place["memory"])
 
-    def is_near(self, worker: int) -> bool:
-        """Whether a worker shares memory with this process."""
-        return bool(self.of[worker]["memory"] == self.memory)
+    def is_near(self, place: Mapping[str, Any]) -> bool:
+        """Whether a worker there shares memory with this process."""
+        return bool(place["memory"] == self.memory)
 
     def connected(self, worker: int, ends: SocketPair) -> None:
         """Use these connections with a worker from now on. Ctrl-C must wait meanwhile."""
-        self.messages.near = self.messages.near - {worker} | ({worker} if self.is_near(worker) else set())
+        self.messages.near = self.messages.near - {worker} | ({worker} if self.is_near(self.of[worker]) else set())
         self.messages.replace(worker, *ends)
 
     def drop(self, worker: int) -> None:

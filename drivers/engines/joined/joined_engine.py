@@ -10,10 +10,8 @@ import itertools
 import math
 import os
 import queue
-import select
 import shlex
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +23,7 @@ from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.connected.connected_worker import RunSettings
 from pippy.drivers.engines.connected.processes import kill_process
+from pippy.drivers.engines.connected.waiting_workers import WaitingWorkers, await_any, say
 from pippy.drivers.engines.connected.worker_places import WorkerPlaces
 from pippy.drivers.engines.joined.control_lines import ControlLines
 from pippy.drivers.engines.joined.join_address import cannot_listen, joined_address, listening_place
@@ -34,7 +33,6 @@ from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs, shared_memory_of
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
-from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.readable import count_with_noun
 
 _ENDS_WITHIN = 2.0  # seconds that a worker has to end when it is told to
@@ -57,17 +55,25 @@ class JoinedLaunch:
     patience: float | None
 
 
-class Guest:
+class JoinedGuest:
     """A worker that has joined: its connection, and its place once it has said it. ``failed`` is what it said last."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self.lines, self.failed = ControlLines(end), ""
+    def __init__(self, end: socket.socket, order: int) -> None:
+        self.lines, self.order, self.failed = ControlLines(end), order, ""
         self.place: dict[str, Any] = {}
+
+    def fileno(self) -> int:
+        """The file descriptor of its connection."""
+        return self.lines.fileno()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.lines.close()
 
     def gone(self) -> str | None:
         """How it ended; None if it is there. Does not wait."""
         try:
-            while _await_any([self.lines], 0.0):
+            while await_any([self], 0.0):
                 if (said := self.lines.read(0.0)) is None:
                     return self.failed or "its process has ended; what it printed may say why"
                 self.failed = str(said.get("failed", "")) or self.failed
@@ -93,15 +99,14 @@ class JoinedEngine:
         self.launch, self.owner = launch, os.getpid()
         self.places = WorkerPlaces(launch.names)
         self.messages = self.places.messages
-        self._at: dict[int, Guest] = {}  # those that run
-        self._waiting: list[Guest] = []  # those that have come, as yet without a place
+        self._at: dict[int, JoinedGuest] = {}  # those that run
+        self._waiting = WaitingWorkers[JoinedGuest](self.places)
         self._threads: dict[int, int] = {}  # with how many each worker computes
         self._died: dict[int, str] = {}
         self._coming: dict[int, queue.SimpleQueue[socket.socket]] = {}  # by the numbers of connections for messages
         self._numbers = itertools.count(1)
-        self._reading, self._joining = threading.RLock(), threading.Lock()
+        self._reading = threading.RLock()
         self._started = self._closed = False
-        self._joined = PollableEvent()
         address, port, host = listening_place(launch.join)
         secret = secret_in(path := made_secret_file(launch.secret_file))
         try:
@@ -126,7 +131,7 @@ class JoinedEngine:
     @property
     def spares(self) -> int:
         """How many workers have joined and wait."""
-        return len(self._present())
+        return len(self._waiting.present())
 
     def start(self, timeout: float) -> Sequence[Address]:
         """Wait until enough workers have joined, and connect with each."""
@@ -147,7 +152,7 @@ class JoinedEngine:
                 left = until - time.monotonic()
                 if self._died or left <= 0:
                     return dict(self._died)
-                _await_any([guest.lines for guest in there.values()], left)
+                await_any(there.values(), left)
 
     def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
         """End what is left of some workers, and take others that wait, or that join, in their places. Gives where those are.
@@ -177,15 +182,13 @@ class JoinedEngine:
         if self._closed or os.getpid() != self.owner:
             return
         with uninterrupted():
-            with self._joining:
-                self._closed = True
+            self._closed = True
             self._door.close()
-            guests = [*self._at.values(), *self._waiting]
+            guests = [*self._at.values(), *self._waiting.close()]
             for each in guests:
                 each.tell_to_end(lost)
             self.messages.close()
             _end(guests)
-            self._joined.close()
 
     # Who comes: on threads of their own
 
@@ -195,59 +198,53 @@ class JoinedEngine:
         with suppress(OSError):  # it is gone
             break_when_silent(end, timeout)
         if number == 0:
-            with self._joining:
-                self._waiting.append(guest := Guest(end))
+            self._waiting.add(guest := JoinedGuest(end, next(self._numbers)))
             threading.Thread(target=self._meet, args=(guest,), name="pippy joining", daemon=True).start()
         elif (coming := self._coming.pop(number, None)) is not None:
             coming.put(end)
         else:
             end.close()
 
-    def _meet(self, guest: Guest) -> None:
+    def _meet(self, guest: JoinedGuest) -> None:
         """Hear the place of a worker, which waits from then on."""
         try:
             place = (guest.lines.read(4 * self.launch.timeout) or {})["place"]
         except (OSError, KeyError):
-            with self._joining:
-                if not self._closed:
-                    self._waiting.remove(guest)
-                    guest.lines.close()
+            if self._waiting.remove(guest):
+                guest.close()
             return
         guest.place = place
-        self._joined.set()
+        self._waiting.changed()
 
     def _refused(self, end: socket.socket, why: str) -> None:
         with suppress(OSError):
-            _say(f"a worker from {end.getpeername()[0]} was refused: {why}")
+            say(f"a worker from {end.getpeername()[0]} was refused: {why}")
 
     # Who is chosen
 
     def _fill(self, workers: Iterable[int], deadline: float) -> dict[int, Address]:
         """Have workers that wait take these places."""
-        places, told = list(workers), False
-        open_places = list(places)
-        while open_places:
-            guests, told = self._await_guests(open_places, deadline, told), True
-            chosen = dict(zip(open_places, guests))
-            self.places.of |= {worker: guest.place for worker, guest in chosen.items()}
-            try:
-                for worker, guest in chosen.items():
-                    if self._takes_its_place(worker, guest):
-                        open_places.remove(worker)
-            except BaseException:  # Ctrl-C
-                for guest in guests:
-                    if guest not in self._at.values():
-                        guest.lines.close()
-                raise
-        return {worker: self.places.address(worker) for worker in places}
+        told: list[int] = []  # how many were there when it was said
 
-    def _takes_its_place(self, worker: int, guest: Guest) -> bool:
+        def waits(open_places: Sequence[int], present: Sequence[JoinedGuest], left: float) -> None:
+            if left <= 0:
+                raise self._too_few(open_places, present)
+            if not told:
+                what = self._named(open_places) if self._started else count_with_noun(len(self.launch.names), "worker")
+                say(f"{what} can join from any shell of any host:\n    {self.command}")
+            if told[-1:] != [len(present)]:
+                told.append(len(present))
+                say(f"{len(present)} of {len(open_places)} joined{_hosts(present)}; waits {left:.0f} s for the others")
+
+        return self._waiting.fill(workers, deadline, waits, self._takes_its_place)
+
+    def _takes_its_place(self, worker: int, guest: JoinedGuest) -> bool:
         """Have a guest be a worker. Returns False if it cannot, and sends it away."""
         try:
             ends = self._connected(worker, guest)
         except OSError as error:
             why = f"the controller gets no connection for messages with it: {error}"
-            _say(f"the worker on {guest.place['host']} is sent away: {why}")
+            say(f"the worker on {guest.place['host']} is sent away: {why}")
             _end([guest], why)
             return False
         with uninterrupted():
@@ -255,52 +252,9 @@ class JoinedEngine:
             self._at[worker] = guest
         return True
 
-    def _present(self) -> list[Guest]:
-        """Those that wait and are there."""
-        with self._joining:
-            placed = [each for each in self._waiting if each.place]
-            for each in [each for each in placed if each.gone() is not None]:
-                self._waiting.remove(each)
-                placed.remove(each)
-                each.lines.close()
-            return placed
-
-    def _await_guests(self, workers: Sequence[int], deadline: float, told: bool) -> list[Guest]:
-        """As many guests as workers are asked for, out of those that wait: the best for each, in their order."""
-        before = None
-        while len(present := self._present()) < len(workers):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._too_few(workers, present)
-            if not told:
-                what = count_with_noun(len(self.launch.names), "worker") if not self._started else self._named(workers)
-                _say(f"{what} can join from any shell of any host:\n    {self.command}")
-                told = True
-            if len(present) != before:
-                before = len(present)
-                _say(f"{before} of {len(workers)} joined{_hosts(present)}; waits {left:.0f} s for the others")
-            _await_any([self._joined, *(guest.lines for guest in present)], left)
-            self._joined.clear()
-        chosen = self._best(workers, present)
-        with self._joining:
-            self._waiting = [each for each in self._waiting if each not in chosen]
-        return chosen
-
-    def _best(self, workers: Sequence[int], present: Sequence[Guest]) -> list[Guest]:
-        """For each worker one of those that wait: on its own host if it had one, else host after host in order of joining."""
-        hosts = list(dict.fromkeys(each.place["memory"] for each in present))
-        left = sorted(present, key=lambda each: hosts.index(each.place["memory"]))
-        chosen = []
-        for worker in workers:
-            had = self.places.of.get(worker, {}).get("memory")
-            best = next((each for each in left if each.place["memory"] == had), left[0])
-            left.remove(best)
-            chosen.append(best)
-        return chosen
-
-    def _connected(self, worker: int, guest: Guest) -> SocketPair:
+    def _connected(self, worker: int, guest: JoinedGuest) -> SocketPair:
         """Tell a guest which worker it is. Returns the controller's ends of two connections for messages."""
-        timeout, near = self.launch.timeout, self.places.is_near(worker)
+        timeout, near = self.launch.timeout, self.places.is_near(guest.place)
         run = {"index": worker, "settings": asdict(self._settings(worker))}
         if near:
             came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -341,21 +295,13 @@ class JoinedEngine:
     def _named(self, workers: Iterable[int]) -> str:
         return f"a worker in the place of {', '.join(repr(self.launch.names[worker]) for worker in workers)}"
 
-    def _too_few(self, workers: Sequence[int], present: Sequence[Guest]) -> ClusterError:
+    def _too_few(self, workers: Sequence[int], present: Sequence[JoinedGuest]) -> ClusterError:
         missing = count_with_noun(len(workers) - len(present), "worker")
         also = "" if self._started else "; or give cluster() a larger start_timeout, or fewer workers"
         return ClusterError(
             f"{len(present)} of {len(workers)} joined within {self.timeout:g} s{_hosts(present)}; start {missing} more, in any "
             f"shell of any host: {self.command}{also}"
         )
-
-
-def _await_any(ends: Iterable[Any], seconds: float) -> bool:
-    """Wait until one of these file descriptors is readable. Returns False if none is in time."""
-    waiting = select.poll()
-    for each in ends:
-        waiting.register(each, select.POLLIN)
-    return bool(waiting.poll(seconds * 1000))
 
 
 def _next_of(coming: "queue.SimpleQueue[socket.socket]", within: float) -> socket.socket:
@@ -365,14 +311,14 @@ def _next_of(coming: "queue.SimpleQueue[socket.socket]", within: float) -> socke
         raise TimeoutError(f"it has not come within {within:g} s") from None
 
 
-def _hosts(guests: Sequence[Guest]) -> str:
+def _hosts(guests: Sequence[JoinedGuest]) -> str:
     """How many are on which host."""
     hosts = [guest.place["host"] for guest in guests]
     said = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
     return f" ({said})" if said else ""
 
 
-def _end(guests: Sequence[Guest], why: str | None = None) -> None:
+def _end(guests: Sequence[JoinedGuest], why: str | None = None) -> None:
     """Wait until workers end that were told to; or tell lost ones why. One of this host that does not end is killed."""
     for each in guests if why is not None else ():
         each.tell_to_end(why)
@@ -381,12 +327,7 @@ def _end(guests: Sequence[Guest], why: str | None = None) -> None:
     for each in guests:
         near = each.place.get("memory") == own
         while (near or why is None) and each.gone() is None and (left := until - time.monotonic()) > 0:
-            _await_any([each.lines], left)
+            await_any([each], left)
         if near:
             kill_process(each.place["pid"], each.place["began"])
-        each.lines.close()
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"pippy: {text}", file=sys.stderr, flush=True)
+        each.close()

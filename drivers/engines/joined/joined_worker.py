@@ -55,7 +55,7 @@ def join_cluster(
     load(WORKER)
     importlib.import_module("torch._dynamo")  # which the first optimizer would import
     end, invitation = _come_in(host, port, secret, until)
-    JoinedWorker(end, invitation).run({**place_of_this_process(device), "threads": threads})
+    JoinedWorker(end, invitation).run({**place_of_this_process(), "device": device, "threads": threads})
 
 
 def _secret_in(path: str | os.PathLike[str], until: float) -> bytes:

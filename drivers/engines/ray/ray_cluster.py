@@ -34,6 +34,7 @@ def ray_cluster(
     strategy: str = "PACK",
     resources: Mapping[str, float] | None = None,
     num_gpus: float = 0,
+    spares: int = 0,
     threads: int | None = None,
     devices: Sequence[str | torch.device] | None = None,
     device: str | torch.device | None = None,
@@ -51,6 +52,7 @@ def ray_cluster(
     check_choice("strategy", strategy, STRATEGIES)
     polling_time(patience, crowded=False)
     _check_address(address)
+    _check_spares(spares)
     imported_ray()
     bundle = _bundle(resources, num_gpus, threads, max(1, _cores() // n) if starts_own(address) else 1)
     default = "cuda" if bundle.get("GPU") else "cpu"
@@ -63,10 +65,11 @@ def ray_cluster(
         strategy,
         timeout,
         patience,
+        spares,
     )
     check_none_open()
     note_local_cluster()
-    use_ray(address, n * bundle.get("CPU", 0))
+    use_ray(address, launch.actors * bundle.get("CPU", 0))
     try:
         engine = RayEngine(launch)
     except BaseException:
@@ -89,6 +92,13 @@ def _check_address(address: Any) -> None:
     if address is not None and not (isinstance(address, str) and address):
         raise ClusterError(
             f'address is that of a Ray that runs, as "10.0.0.1:6379", or "auto"; this is {brief(address)}'
+        )
+
+
+def _check_spares(spares: Any) -> None:
+    if not isinstance(spares, int) or isinstance(spares, bool) or spares < 0:
+        raise ClusterError(
+            f"spares is how many workers wait for the place of a lost one, 0 or more; this is {brief(spares)}"
         )
 
 

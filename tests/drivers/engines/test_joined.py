@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -25,7 +24,7 @@ from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import keep
 from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
-from tests.drivers.processes import allowing_for, close_open_cluster, within
+from tests.drivers.processes import close_open_cluster, until, within
 from tests.drivers.strangers import attack, half_open
 from tests.training.models import assert_same
 from tests.training.models import run as run_training
@@ -39,14 +38,6 @@ def shells(quick_clusters, tmp_path):
     made = Shells(quick_clusters, tmp_path)
     yield made
     made.close()
-
-
-def until(found, limit=20.0):
-    """Wait until something holds."""
-    end = time.monotonic() + allowing_for(limit)
-    while not found() and time.monotonic() < end:
-        time.sleep(0.01)
-    return found()
 
 
 def test_workers_that_join_keep_the_contract(shells):
@@ -130,7 +121,7 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         assert next(each for each in shells.all if each.process.pid == pid).status() == -signal.SIGKILL
         run.steps(2, 4)
 
-        said = joined_engine._say
+        said = joined_engine.say
 
         def start_one(text):
             said(text)
@@ -140,7 +131,7 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
 
         run.protect(4)
         with monkeypatch.context() as patched:
-            patched.setattr(joined_engine, "_say", start_one)
+            patched.setattr(joined_engine, "say", start_one)
             run.lose(far)
             with within(2), pytest.raises(WorkerLostError, match="its process has ended"):
                 run.step(4)

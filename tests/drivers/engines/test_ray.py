@@ -1,5 +1,6 @@
 """Clusters on Ray: on nodes of this machine, of which one is this host, and others count as hosts of their own."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -12,11 +13,12 @@ import torch
 
 from pippy import cluster, local_cluster
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.engines import open_cluster
 from pippy.drivers.engines.ray import ray_engine
 from pippy.drivers.engines.ray.ray_cluster import ray_cluster
 from tests.drivers.engines.contract import keep
 from tests.drivers.model.recovery.runs import Run
-from tests.drivers.processes import close_open_cluster, within
+from tests.drivers.processes import close_open_cluster, until, within
 from tests.drivers.ray_nodes import Nodes, gone, processes_in, ray_folder
 from tests.drivers.torchrun_jobs import started
 
@@ -156,16 +158,20 @@ def test_a_placement_that_cannot_be_met_says_what_is_asked_and_what_there_is(nod
         ray.shutdown()
 
 
-def test_other_versions_are_refused():
+def test_other_versions_are_refused(monkeypatch):
     own = {**ray_engine.versions(), "ray": ray.__version__}
     launch = ray_engine.RayLaunch("", ("a", "b"), ("cpu",) * 2, 1, {"CPU": 1.0}, "PACK", 5.0, None)
-    place = {"host": "node7", "versions": own}
     engine = ray_engine.RayEngine(launch)
-    engine._check_versions({0: place})
+    monkeypatch.setattr(engine, "_where", lambda guest: {"host": "node7", "versions": {**own, "ray": "9.9"}})
+    guests = [ray_engine.RayGuest(0, "a"), ray_engine.RayGuest(1, None)]
+    for guest in guests:
+        with pytest.raises(ClusterError, match=r"ray: 9\.9"):
+            engine._make_ready(guest)
+    engine._failed = guests
     with pytest.raises(ClusterError) as refused:
-        engine._check_versions({0: place, 1: {**place, "versions": {**own, "ray": "9.9"}}})
-    line = f"  ray: 9.9 on node7 (worker 'b'), {ray.__version__} here"
-    assert str(refused.value).splitlines()[1:] == [line, "install the same versions on each node"]
+        engine._check_starts([0], [], 1.0)
+    lines = [f"  ray: 9.9 on node7 ({who}), {ray.__version__} here" for who in ("worker 'a'", "a spare")]
+    assert str(refused.value).splitlines()[1:] == [*lines, "install the same versions on each node"]
 
 
 def test_a_ray_of_another_version_is_refused(nodes, monkeypatch):
@@ -179,6 +185,43 @@ def test_a_ray_of_another_version_is_refused(nodes, monkeypatch):
         f"Ray: {ray.__version__}" in said and "Ray: 9.9" in said and "needs the same versions of Ray and Python" in said
     )
     assert not ray.is_initialized()
+
+
+def test_a_spare_takes_a_lost_place_and_another_one_is_started(nodes, tmp_path):
+    """First a worker is lost right after the spare; then one while the spare is stopped."""
+    options = {"address": nodes.address, "threads": 1, "spares": 1, "resources": {"run": 1}, "timeout": 20.0}
+    with cluster(1, engine="ray", **options) as workers:
+        engine = workers.engine
+
+        def spare():
+            assert until(lambda: engine.spares == 1)
+            (found,) = engine._waiting.present()
+            return found.place["pid"]
+
+        run, first = Run(workers), spare()
+        run.save(tmp_path / "run", 0)
+        assert engine.spares == 1 and first not in pids(workers)
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda: first not in [each.place.get("pid") for each in engine._guests]), "nobody has asked for it"
+        second = spare()
+        run.lose(0)
+        with pytest.raises(WorkerLostError):
+            run.step(0)
+        assert run.driver.recover()["step"] == 0
+        assert pids(workers) == [second]
+        run.steps(0, 2)
+
+        third = spare()
+        os.kill(third, signal.SIGSTOP)
+        engine.launch = dataclasses.replace(engine.launch, timeout=1.0)
+        run.lose(0)
+        with pytest.raises(WorkerLostError):
+            run.step(2)
+        assert run.driver.recover()["step"] == 0
+        assert gone([first, second, third]) and third not in pids(workers)
+        run.step(0)
+        left = [*pids(workers), *([each.place["pid"] for each in engine._waiting.present()])]
+    assert gone(left)
 
 
 def test_a_device_that_a_node_does_not_have_is_refused(nodes):
@@ -211,6 +254,12 @@ REFUSED = [
     ({"engine": "ray", "resources": {"CPU": -1}}, "resources has, for each worker, how much it reserves of what"),
     ({"engine": "ray", "resources": {"GPU": 1}, "num_gpus": 2}, "num_gpus is how many GPUs each worker reserves"),
     ({"engine": "ray", "resources": {"CPU": 0}}, "resources reserves nothing"),
+    ({"engine": "ray", "spares": True}, "spares is how many workers wait for the place of a lost one, 0 or more"),
+    (
+        {"spares": 1},
+        "spares=1 is an option of engine=\"ray\", and this cluster is on engine 'local', where its processes are forks of one",
+    ),
+    ({"spares": 1, "join": True}, "where each worker that joins beyond n is a spare, so start one more with the line"),
     ({"engine": "ray", "address": 6379}, 'address is that of a Ray that runs, as "10.0.0.1:6379", or "auto"'),
     ({"engine": "ray", "address": "ray://node:10001"}, "is that of a Ray client"),
 ]
@@ -221,6 +270,11 @@ def test_bad_options_are_refused_before_anything_starts(folder, options, words):
     with within(2), pytest.raises(ClusterError) as refused:
         cluster(2, **options)
     assert words in str(refused.value) and not ray.is_initialized()
+
+
+def test_options_of_another_engine_that_say_nothing_are_left_out(monkeypatch):
+    monkeypatch.setattr(open_cluster, "local_cluster", lambda n, **options: options)
+    assert open_cluster.cluster(2, spares=0, num_gpus=0, threads=1) == {"threads": 1, "start_timeout": 60.0}
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
