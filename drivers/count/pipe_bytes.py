@@ -30,10 +30,11 @@ from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.cost.held_bytes import ModelInput, PipeBytes, StageBytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.halves import in_halves
 from pippy.drivers.protocol.compile_options import GRAPHS, CompileOptions
 from pippy.drivers.wire.in_process import in_process
@@ -108,7 +109,7 @@ def count_pipe(
         False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
     }
     with heard():
-        lowered = lower(pipe, orders[trains])
+        lowered = _lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
         counted = _FakeRun(pipe, division, largest, device, trains, compile)
@@ -116,7 +117,7 @@ def count_pipe(
         by_halves: dict[str, _ComputationBytes] = {}
         if trains and halves:
             halved = _FakeRun(pipe, division, largest, device, trains, compile)
-            by_halves = halved.run(lower(pipe, in_halves(orders[True])))
+            by_halves = halved.run(_lower(pipe, in_halves(orders[True])))
         by_stage = [_stage(stage, counted, passes, stage in lowered.program.backward) for stage in range(stages)]
         if by_halves:
             by_stage = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(by_stage)]
@@ -142,6 +143,14 @@ def count_pipe(
         replicated,
         divided,
     )
+
+
+def _lower(pipe: Pipe, schedule: Program) -> Lowered:
+    """Lower a schedule for one worker, which adds up no gradients before a backward: what several workers send, it does not."""
+    lowered = lower(pipe, schedule)
+    if not lowered.program.added:
+        return lowered
+    return lower(pipe, add_communication(replace(lowered.program, added=())))
 
 
 def _tensor(modules: Mapping[str, nn.Module], place: Any) -> torch.Tensor:

@@ -4,8 +4,8 @@ The schedule says when and where each stage computes. The Pipe's graph says whic
 this is the same for every micro-batch. The program combines the two.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pippy.drivers.base.errors import LoweringError
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of, taken
@@ -81,7 +81,10 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     validate(program, buffer)
     worker_of = program.placement.worker_of
     return Lowered(
-        program, work, dict(inputs_by_worker(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of))
+        program,
+        {key: tuple(_taking_sums(each, program) for each in calls) for key, calls in work.items()},
+        dict(inputs_by_worker(interpreter, work, worker_of)),
+        dict(_outputs(interpreter, worker_of)),
     )
 
 
@@ -106,6 +109,25 @@ def edges_between(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
     return (Edge(name, makers[name], tuple(takers)) for name, takers in targets.items() if takers)
 
 
+def _added(work: Mapping[Pass, tuple[Work, ...]], edges: Iterable[Edge]) -> Iterator[tuple[str, ...]]:
+    """The gradients of each value that has several from other passes, in the order in which a backward adds them up."""
+    between = {edge.value for edge in edges}
+    for calls in work.values():
+        for taken_together in (each for call in calls for each in call.takes if isinstance(each, tuple)):
+            given = tuple(name for name in taken_together if name in between)
+            if len(given) > 1:
+                yield given
+
+
+def _taking_sums(work: Work, program: Program) -> Work:
+    """The same work with sums in place of what a worker adds up before."""
+    takes = [
+        tuple(name for name in each if name not in program.sum_of) if isinstance(each, tuple) else each
+        for each in work.takes
+    ]
+    return replace(work, takes=tuple(takes))
+
+
 def _check_backward(schedule: Program, work: Mapping[Pass, tuple[Work, ...]]) -> None:
     needed = {key.stage for key in work if key.phase == "B"}
     missing = sorted(needed - set(schedule.backward))
@@ -124,14 +146,17 @@ def _fitted(
     notes: tuple[int, ...],
 ) -> Program:
     """The schedule with the Pipe's edges. A program that has edges already must have the same ones."""
+    added = tuple(_added(work, edges))
     if schedule.edges is not None:
         _check_same("edge", set(map(str, schedule.edges)), set(map(str, edges)))
     if schedule.lowered:
         _check_same("replicated", set(map(str, schedule.replicated)), set(map(str, replicated)))
         _check_same("notes", set(map(str, schedule.notes)), set(map(str, notes)))
+        if schedule.added:  # else all gradients travel, as in programs that were written before there were sums
+            _check_same("added", set(map(" ".join, schedule.added)), set(map(" ".join, added)))
         return schedule
     backward = [key.stage for key in work if key.phase == "B"]
-    return add_communication(schedule.for_graph(edges, backward, replicated, notes))
+    return add_communication(schedule.for_graph(edges, backward, replicated, notes, added))
 
 
 def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan.language.instructions import Add, Compute, Instruction, Receive, Send
 from pippy.drivers.protocol.steps import WorkerRecord
 
 SendTimes = Mapping[tuple[str, int, int], float]  # when a value of a micro-batch began to be sent to a worker
@@ -95,7 +95,7 @@ def activities(
             case Send(_, _, to):
                 until(stop, Cause.SENDING, to, at)
             case _:
-                adding = instruction.kind.exchange and record.adding is not None
+                adding = isinstance(instruction, Add) or (instruction.kind.exchange and record.adding is not None)
                 until(stop, Cause.ADDING if adding else Cause.PYTHON, at=at)
     if record.adding is not None:
         until(record.adding, Cause.PYTHON)

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pippy.drivers.plan.language.instructions import Receive
+from pippy.drivers.plan.language.instructions import Add, Instruction, Receive
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.activity import Activity, Cause
 
@@ -40,14 +40,14 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
     )  # waits that were followed: clocks of several hosts may err, and lead in a circle
     while time > 0 and (at := bisect_left(ends[worker], time)) < len(ends[worker]):
         activity = busy[worker][at]
+        instruction = None if activity.at is None else program.orders[worker][activity.at]
         begin, source = max(activity.start, 0.0), None
         if activity.cause in (Cause.WAITING, Cause.FILL) and (worker, at) not in left:
             left.add((worker, at))
-            receive = program.orders[worker][activity.at] if activity.at is not None else None
-            source = receive.source if isinstance(receive, Receive) else None
+            source = instruction.source if isinstance(instruction, Receive) else None
             begin = time
-        elif activity.cause == Cause.ADDING:
-            others = {other: _began_to_add(busy[other]) for other in adds[worker] if other != worker}
+        elif activity.cause == Cause.ADDING and not isinstance(instruction, Add):
+            others = {other: _began_to_add(program.orders[other], busy[other]) for other in adds[worker] - {worker}}
             last = max(others, key=lambda other: others[other], default=worker)
             if activity.start < others.get(last, 0.0) < time:
                 source, begin = last, others[last]
@@ -71,5 +71,7 @@ def _add_together(program: Program) -> list[set[int]]:
     return together
 
 
-def _began_to_add(activities: Sequence[Activity]) -> float:
-    return next((each.start for each in activities if each.cause == Cause.ADDING), 0.0)
+def _began_to_add(order: Sequence[Instruction], activities: Sequence[Activity]) -> float:
+    """When a worker began to add up the gradients of copies."""
+    adding = (each for each in activities if each.cause == Cause.ADDING)
+    return next((each.start for each in adding if each.at is None or not isinstance(order[each.at], Add)), 0.0)

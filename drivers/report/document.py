@@ -25,7 +25,7 @@ PART_MEANINGS = {
     StepPart.STARTING: "the step had yet to reach a worker that others wait for",
     StepPart.TRANSFER: "a value that is waited for was on its way",
     StepPart.SENDING: "values were handed over, and others waited",
-    StepPart.ADDING: "the gradients of replicated parameters were added up",
+    StepPart.ADDING: "gradients were added up: of replicated parameters, and of values that several stages read",
     StepPart.PYTHON: "between the instructions, and after the last one",
     StepPart.SLOWER: "computations that others wait for took longer than those of other micro-batches",
 }

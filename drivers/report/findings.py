@@ -17,7 +17,8 @@ ADVICE = {
     StepPart.TRANSFER: "Values were on their way. Cut the model where less passes (see the bytes below), take larger "
     "micro-batches, so that there are fewer messages, or the schedule eager_1f1b, which does other forwards meanwhile",
     StepPart.SENDING: "Handing over values keeps the sender busy. Cut the model where less passes (see the bytes below)",
-    StepPart.ADDING: "The gradients of replicated parameters are added up at the end. Fewer of them, or TRANSMIT, take less",
+    StepPart.ADDING: "Gradients are added up: of replicated parameters, at the end, and of values that several stages read. "
+    "Fewer of them, or TRANSMIT, take less",
     StepPart.STARTING: "The step had yet to reach the workers. Fewer and larger steps, or run_async, hide that",
     StepPart.PYTHON: "It passes between the instructions. Larger micro-batches make that a smaller share",
     StepPart.SLOWER: "Passes that others wait for took longer than the same passes of other micro-batches. Micro-batches of "

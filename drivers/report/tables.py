@@ -19,7 +19,7 @@ CAUSE_MEANINGS = {
     Cause.WAITING: "another worker had not begun to send the value that came next",
     Cause.TRANSFER: "the value was being sent, moved or unpacked",
     Cause.SENDING: "handing values over",
-    Cause.ADDING: "adding up the gradients of replicated parameters, other workers' waited for",
+    Cause.ADDING: "adding up gradients, of values that several stages read or of replicated parameters; others' waited for",
     Cause.PYTHON: "freeing values, and what is done after the last instruction",
     Cause.DRAIN: "the worker was done, and others were not",
 }

@@ -12,6 +12,7 @@ from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
     NOTES,
+    Add,
     Compute,
     Free,
     InstructionKey,
@@ -26,6 +27,7 @@ from pippy.drivers.plan.language.instructions import (
     SendNotes,
     SendSum,
     own_value,
+    sum_value,
 )
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
@@ -133,6 +135,9 @@ class BoundProgram:
     def free(self, free: Free) -> Bound:
         return handlers.free, (own_value(free),)
 
+    def add(self, add: Add) -> Bound:
+        return handlers.add, (own_value(add), sum_value(add))
+
     def send_gradients(self, send: SendGradients) -> Bound:
         return handlers.send_gradients, (send.sum, self.program.ranks[send.to])
 
@@ -228,6 +233,7 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
     Send: BoundProgram.send,
     Receive: BoundProgram.receive,
     Free: BoundProgram.free,
+    Add: BoundProgram.add,
     SendGradients: BoundProgram.send_gradients,
     ReceiveGradients: BoundProgram.receive_gradients,
     Reduce: BoundProgram.reduce,

@@ -7,6 +7,7 @@
     W  the half  computes those
     C  choose    takes logits, and gives the next token of each row
     send, receive, free      move and drop values, by name and micro-batch
+    add                      adds a gradient of a value to another one
     send gradients, reduce, send sum, and what receives      add up the gradients of copies: gradient_sums.py
     send notes, receive notes                                of batch norms that count all replicas: step_statistics.py
 
@@ -244,6 +245,11 @@ def receive(step: StepContext, key: Key, source: int, number: int) -> None:
 def free(step: StepContext, key: Key) -> None:
     """Drop a value."""
     del step.values[key]
+
+
+def add(step: StepContext, key: Key, into: Key) -> None:
+    """Add a gradient of a value to another one, and drop it."""
+    step.values[into] = add_gradients(step.values[into], step.values.pop(key))
 
 
 def send_gradients(step: StepContext, name: str, to: int) -> None:

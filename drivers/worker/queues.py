@@ -70,14 +70,14 @@ class ComputationQueues:
         self.peak = peak_live(computations, self.backward)
         self.limit = self.peak if limit is None else max(limit, self.peak)
         self.needs: list[list[int]] = [[] for _ in order]  # the instructions that have to be done first
-        self.followers: list[list[int]] = [[] for _ in order]  # sends and frees that need this one
+        self.followers: list[list[int]] = [[] for _ in order]  # sends, additions and frees that need this one
         self._queues = list(self._dealt())
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if order[need].kind.receives_from] for needs in self.needs]
         self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
         changes = iter(live_changes(computations, self.backward))
         self._changes = [next(changes) if isinstance(each, Compute) else 0 for each in order]  # to `live`
-        self._built_on = [[need for need in needs if isinstance(order[need], Compute)] for needs in self.needs]
+        self._built_on = [[need for need in needs if not order[need].kind.receives_from] for needs in self.needs]
         self.begin()
 
     def begin(self) -> None:
@@ -107,7 +107,7 @@ class ComputationQueues:
         return [receive for receive in self._arrivals[at] if not self._done[receive]]
 
     def done(self, at: int) -> list[int]:
-        """Note that an instruction is done. Returns the sends and frees that can be done at once."""
+        """Note that an instruction is done. Returns the sends, additions and frees that can be done at once."""
         self._done[at] = True
         queue = self._queue_of.get(at)
         if queue is not None:
@@ -185,6 +185,9 @@ class ComputationQueues:
         if kind.takes:
             self._need(at, [makers[kind.takes(each)]])
             users.setdefault(kind.takes(each), []).append(at)
+        if kind.changes:
+            self._need(at, [makers[kind.changes(each)]])
+            makers[kind.changes(each)] = at
         if kind.gives:
             makers[kind.gives(each)] = at
 

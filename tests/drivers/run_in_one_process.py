@@ -14,6 +14,7 @@ from pippy import Pipe
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
+    Add,
     Compute,
     Free,
     Instruction,
@@ -85,6 +86,8 @@ class LocalRun:
                 held[key] = arrived
             case Free(value, microbatch):
                 del held[value, microbatch]
+            case Add(value, microbatch, into):
+                held[into, microbatch] = add_gradients(held[into, microbatch], held.pop((value, microbatch)))
             case Reduce():
                 self.reduced += 1
             case SendGradients(name, to) | SendSum(name, to):

@@ -15,6 +15,7 @@ from pippy.drivers.driver.drivers import (
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.call.signature import bind
 from pippy.ir.reference import run_microbatches
+from tests.drivers.added_on_workers import add_as_workers_do
 from tests.zoo import WAYS, exhibits
 
 pytestmark = [
@@ -49,13 +50,14 @@ def test_the_zoo_trains_as_the_reference_does(cluster, name, config):
     model, pipe = build(name, config)
     target = [model.target()] if model.loss_fn is not None else []
     for kind, chunks, workers in DRIVERS:
-        reference = copy.deepcopy(pipe)
+        driver = kind(pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum", check=False)
+        reference = add_as_workers_do(copy.deepcopy(pipe), driver.program(chunks).placement.worker_of)
         microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
         before = torch.get_rng_state()
         expected = run_microbatches(reference, [bind(reference, (*each, *target), {}) for each in microbatches])
         if not torch.equal(before, torch.get_rng_state()):
+            driver.close()
             return  # it draws random numbers, and every worker draws its own
-        driver = kind(pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum", check=False)
         given = [MicroBatches(list(same)) for same in zip(*microbatches)]
         loss = driver.run(chunks, *given, *(MicroBatches([each] * chunks) for each in target))
         if model.loss_fn is not None:

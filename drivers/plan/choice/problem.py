@@ -53,9 +53,11 @@ class Problem:
             micro_batch = self.micro_batch(chunks)
             modes = [] if self.checkpoint is None else modes_of(self.checkpoint, given.stages)
             memory = live_counts(self.limits, given.placement, chunks, micro_batch.sizes, modes)
-            options = {"costs": micro_batch.costs, "memory": memory, "edges": given.edges}
+            options = {"costs": micro_batch.costs, "memory": memory, "edges": given.edges, "added": given.added}
         made = make_schedule(name, workers=given.placement.workers, chunks=chunks, placement=given.placement, **options)
-        return made if given.edges is None else made.for_graph(given.edges, given.backward, given.replicated)
+        if given.edges is None:
+            return made
+        return made.for_graph(given.edges, given.backward, given.replicated, added=given.added)
 
     def refusal(self, candidate: Candidate) -> str:
         """Says which limit a candidate breaks. It is empty if the candidate keeps all."""

@@ -6,6 +6,7 @@ gone through in order:
     receive   a value is there                                        free   it is not, unless a run of a stage has it
     F         its outputs are there, and for its backward a run: the inputs, and what autograd keeps, which may be outputs
               computed again later, only the inputs
+    add       one value less is there; while it runs, the sum is there beside what is added
     R         a run is there
     B, I      the run is gone; the gradients of its inputs are there, and those of the stage's parameters, which stay
     W         what was held between I and W is gone: what autograd keeps, and values
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from pippy.drivers.plan.language.edges import GradientSum, Pass
 from pippy.drivers.plan.language.instructions import (
+    Add,
     Compute,
     Instruction,
     MicrobatchValue,
@@ -212,6 +214,7 @@ class _Values:
 
 _INPUT, _OUTPUT, _WAITING = range(3)
 _COPY = " copied"  # behind the name of a value: the copy of it that a stage takes
+_SUM = " added up"  # the sum that has this name; the stage that made the first summand may still hold that
 
 
 class _Walk:
@@ -233,6 +236,7 @@ class _Walk:
         self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}
         self.last_takers = self._last_takers()
         self.values = _Values()
+        self.added: set[MicrobatchValue] = set()  # the values that are sums
         self._computations = {
             Op.FORWARD: self._forward,
             Op.RECOMPUTE: self._recompute,
@@ -287,6 +291,8 @@ class _Walk:
     def _size(self, name: str) -> int:
         if name in self.inputs:
             return 0 if self.sizes.inputs_stay else self.inputs[name].bytes
+        if name.endswith(_SUM):
+            return max(self.sizes.values.get(each, 0) for each in self.program.summands[name.removesuffix(_SUM)])
         return 0 if name in self.free_of_charge else self.sizes.values.get(name.removesuffix(_COPY), 0)
 
     def _change(self, key: MicrobatchValue, holder: int, by: int) -> None:
@@ -297,6 +303,8 @@ class _Walk:
         if isinstance(instruction, ReceiveGradients):
             size = self.sizes.replicated.get(instruction.sum, 0)
             return size * self._copies(self.sums[instruction.sum], instruction.source)
+        if isinstance(instruction, Add):
+            return self._size(instruction.into + _SUM)
         if not isinstance(instruction, Compute):
             return 0
         stage, op = self.sizes.stages[instruction.stage], instruction.op
@@ -322,7 +330,15 @@ class _Walk:
         if kind.gives and kind.exchange is None:  # notes are small
             self._change(kind.gives(instruction), _WAITING, 1)
         if kind.drops:
-            self._change(kind.drops(instruction), _WAITING, -1)
+            self._change(self._whole(kind.drops(instruction)), _WAITING, -1)
+        if kind.changes:
+            into = kind.changes(instruction)
+            self._change(self._whole(into), _WAITING, -1)
+            self.added.add(into)
+            self._change(self._whole(into), _WAITING, 1)
+
+    def _whole(self, key: MicrobatchValue) -> MicrobatchValue:
+        return (key[0] + _SUM, key[1]) if key in self.added else key
 
     def _forward(self, forward: Compute) -> None:
         stage, microbatch = forward.stage, forward.microbatch

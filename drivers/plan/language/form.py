@@ -14,6 +14,7 @@ FIELDS = {
     "of": (NUMBER, "a worker number"),
     "source": (NUMBER, "a worker number"),
     "value": (NAME, "the name of a value"),
+    "into": (NAME, "the name of a value"),
     "sum": (SUM, "the name of a sum: of a parameter, or stage 2 part 0"),
 }
 

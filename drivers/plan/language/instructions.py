@@ -12,6 +12,7 @@ An instruction is a small frozen value with one exact text:
 | ``send x.0 to 3``        | put value ``x`` of micro-batch 0 into the channel to worker 3, and go on               |
 | ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
+| ``add x.0 to y``         | add value ``x`` of micro-batch 0 to value ``y`` of it, and drop ``x``                  |
 | ``reduce emb.weight``    | add up the gradients of a parameter of which there are copies, over all of them        |
 
 Before that come ``send gradients of emb.weight to 0`` and ``receive gradients of emb.weight from 3``, and after it
@@ -24,6 +25,8 @@ noted, to the worker with the same stages in another replica. A step whose batch
 Outside of a step, workers run programs with other sends and receives (exchange_program.py): ``send parameters of stage 2 part 0
 to 3`` passes on parameters that a divided optimizer has updated here, and ``send state of worker 1 to 2`` a copy of what worker
 1 holds, from which it can go on.
+
+Gradients of one value that are made on one worker are added there, in the order that the program says: see `Program`.
 
 A worker does not wait for a send, unless a channel is full. What is chosen is for the next run: see `Program`.
 """
@@ -66,8 +69,8 @@ class Kind:
     """What is known of a kind of instruction: a row of the table.
 
     ``form`` is its text. ``takes`` is the value that must be here, ``gives`` the one that is here afterwards, and ``drops``
-    the one that is not here any more. A kind that puts its value into a channel says to which worker in ``sends_to``; one that
-    takes it from a channel, in ``receives_from``.
+    the one that is not here any more. What it ``changes`` is a value that must be here, too. A kind that puts its value into a
+    channel says to which worker in ``sends_to``; one that takes it from a channel, in ``receives_from``.
 
     A computation has a ``meaning`` for legends and the ``colour`` of its boxes. It comes ``after`` other passes of its stage
     and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
@@ -85,6 +88,7 @@ class Kind:
     takes: ValueOf | None = None
     gives: ValueOf | None = None
     drops: ValueOf | None = None
+    changes: ValueOf | None = None
     sends_to: WorkerOf | None = None
     receives_from: WorkerOf | None = None
     after: tuple[Op, ...] = ()
@@ -194,6 +198,19 @@ class Free(Instruction):
 
     value: str
     microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Instruction):
+    """Add a gradient to another one of the same value, which becomes the sum, and drop it.
+
+    >>> str(Add("x_grad_from_submod_1", microbatch=0, into="x_grad_from_submod_5"))
+    'add x_grad_from_submod_1.0 to x_grad_from_submod_5'
+    """
+
+    value: str
+    microbatch: int
+    into: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +343,7 @@ class ReceiveState(Instruction):
 
 
 own_value = attrgetter("value", "microbatch")
+sum_value = attrgetter("into", "microbatch")
 NOTES: Final = "notes of batch norms"  # the name of a value, which no edge can have
 
 
@@ -464,6 +482,7 @@ KINDS: dict[InstructionKey, Kind] = {
         Form("receive {value}.{microbatch} from {source}"), gives=own_value, receives_from=attrgetter("source")
     ),
     Free: Kind(Form("free {value}.{microbatch}"), takes=own_value, drops=own_value),
+    Add: Kind(Form("add {value}.{microbatch} to {into}"), takes=own_value, drops=own_value, changes=sum_value),
 }
 
 

@@ -27,7 +27,9 @@ class Program(Drawn):
     ``backward`` lists the stages that have a backward pass: none in a program for inference. ``memory`` is the limit of live
     stage-micro-batches on each worker, if there is one. ``checkpoints`` are the forwards that keep their inputs only, and are
     computed again before their backwards. ``edges`` are the values that pass between stages; None means that the
-    stages form a chain. A ``lowered`` program says what is sent, received, freed and reduced. Any other program only orders
+    stages form a chain. ``added`` has the gradients of each value that has several, in the order in which they are added: those
+    that are made on one worker are added there, so that one leaves it. A ``lowered`` program says what is sent, received,
+    added, freed and reduced. Any other program only orders
     computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
 
     With ``replicas``, ``placement`` is that of the first, and those of the others follow it, each on as many workers. Each
@@ -59,6 +61,7 @@ class Program(Drawn):
     replicas: int = 1
     notes: tuple[int, ...] = ()
     continues: bool = False
+    added: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
@@ -84,6 +87,7 @@ class Program(Drawn):
         self._refuse_unclear_checkpoints()
         self._refuse_unclear_names()
         self._refuse_unclear_edges()
+        self._refuse_unclear_sums()
 
     def _refuse_unclear_stages(self) -> None:
         named = [(name, stage) for name in ("backward", "notes") for stage in getattr(self, name)]
@@ -136,6 +140,24 @@ class Program(Drawn):
                 if end.phase == "B" and end.stage not in self.backward:
                     raise ArgumentError(f"edge {edge}: stage {end.stage} has no backward; leave the edge out")
 
+    def _refuse_unclear_sums(self) -> None:
+        edges = {edge.value: edge for edge in self.flow}
+        counts = Counter(value for values in self.added for value in values)
+        for values in self.added:
+            line = f"added {' '.join(values)}"
+            if len(values) < 2:
+                raise ArgumentError(f"{line}: one value is no sum; leave the line out")
+            for value in values:
+                if value not in edges:
+                    raise ArgumentError(f"{line}: no edge of the program is called {value}")
+                if counts[value] > 1:
+                    raise ArgumentError(f"{line}: {value} is there twice; add each value once")
+                if edges[value].source.phase != "B" or edges[value].targets != edges[values[0]].targets:
+                    raise ArgumentError(
+                        f"{line}: {edges[value]} and {edges[values[0]]} are not gradients of one value, which one pass takes; "
+                        "add up only such"
+                    )
+
     def __repr__(self) -> str:
         count, workers = sum(map(len, self.orders)), "1 worker" if self.workers == 1 else f"{self.workers} workers"
         return (
@@ -168,6 +190,7 @@ class Program(Drawn):
         if not self.edges:
             yield f"edges {'chain' if self.edges is None else 'none'}"
         yield from (f"edge {edge}" for edge in self.edges or ())
+        yield from (f"added {' '.join(values)}" for values in self.added)
         yield from (f"replicated {copies}" for copies in self.replicated)
         if self.notes:
             yield f"notes {' '.join(map(str, self.notes))}"
@@ -215,6 +238,22 @@ class Program(Drawn):
     def going_on(self) -> frozenset[str]:
         """The values that are for the next run."""
         return frozenset(edge.value for edge in self.flow if edge.goes_on)
+
+    @cached_property
+    def summands(self) -> dict[str, tuple[str, ...]]:
+        """The gradients that are added on the worker that makes them, in order, by the name of the sum, which is the first."""
+        worker_of = {edge.value: self.placement.worker_of[edge.source.stage] for edge in self.flow}
+        found: dict[str, tuple[str, ...]] = {}
+        for values in self.added:
+            for worker in dict.fromkeys(worker_of[value] for value in values):
+                own = tuple(value for value in values if worker_of[value] == worker)
+                found.update({own[0]: own} if len(own) > 1 else {})
+        return found
+
+    @cached_property
+    def sum_of(self) -> dict[str, str]:
+        """The sum that each gradient is added to, but for the first of each sum. Only sums travel."""
+        return {value: first for first, values in self.summands.items() for value in values[1:]}
 
     @cached_property
     def sums(self) -> tuple[GradientSum, ...]:
@@ -272,6 +311,7 @@ class Program(Drawn):
         backward: Iterable[int] | None = None,
         replicated: Iterable[Replicated] = (),
         notes: Iterable[int] = (),
+        added: Iterable[tuple[str, ...]] = (),
     ) -> "Program":
         """The same schedule for stages that do not form a chain. Backwards are left out for stages that have none.
 
@@ -292,6 +332,7 @@ class Program(Drawn):
             edges=tuple(edges),
             replicated=tuple(replicated),
             notes=tuple(notes),
+            added=tuple(added),
             lowered=False,
             checkpoints=tuple(each for each in self.checkpoints if each.stage in with_backward),
         )

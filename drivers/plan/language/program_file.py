@@ -9,7 +9,7 @@ from pippy.drivers.plan.language.errors import ParseError, require
 from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import CONTINUES, INDENT, TITLE, Program
-from pippy.drivers.plan.language.scanner import SCHEDULE, Scanner
+from pippy.drivers.plan.language.scanner import NAME, SCHEDULE, Scanner
 
 
 def load_program(path: str | Path) -> Program:
@@ -75,6 +75,7 @@ class ProgramParser:
         memory = self.memory(workers)
         checkpoints = self.checkpoints(stages, chunks, backward)
         edges = self.edges(stages)
+        added = self.added()
         replicated = []
         while self.upcoming("replicated "):
             scanner = self.field("replicated ")
@@ -102,6 +103,7 @@ class ProgramParser:
             replicas,
             notes,
             continues,
+            added,
         )
 
     def upcoming(self, word: str) -> bool:
@@ -194,6 +196,17 @@ class ProgramParser:
             scanner.literal("none")
         scanner.end()
         return None if linear else ()
+
+    def added(self) -> tuple[tuple[str, ...], ...]:
+        added = []
+        while self.upcoming("added "):
+            scanner = self.field("added ")
+            values = [scanner.take(NAME, "the name of a value")]
+            while scanner.accept(" "):
+                values.append(scanner.take(NAME, "the name of a value"))
+            scanner.end()
+            added.append(tuple(values))
+        return tuple(added)
 
     def notes(self, stages: int, replicas: int) -> tuple[int, ...]:
         if not self.upcoming("notes "):

@@ -5,6 +5,9 @@ same order:
 
     worker 0: F0.0  send a.0 to 1  free a.0                     worker 1: receive a.0 from 0  F1.0  free a.0
 
+Gradients of one value that several stages of a worker make are added there, each as soon as it and those before it in the
+program's order are made. Once all are added, the sum is sent. So the worker holds one of them, not all.
+
 A value is sent as soon as it is made, once to each worker that needs it. It is received right before its first use, or before
 that of a value that is sent after it, because channels deliver in order. It is freed right after its last use. A stage itself
 keeps what it needs of its inputs for its backward. What is for the next run waits in a channel of its own.
@@ -26,6 +29,7 @@ from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
 from pippy.drivers.plan.language.errors import require
 from pippy.drivers.plan.language.exchanges import notes_work, stages_with_gradients, sum_work
 from pippy.drivers.plan.language.instructions import (
+    Add,
     Compute,
     Free,
     Instruction,
@@ -67,7 +71,7 @@ Transfer = tuple[
 ]  # when it is sent, the rank of that, how it is received, and when it is needed
 
 # The order of what belongs to the same computation.
-RECEIVE, COMPUTE, SEND, FREE, EXCHANGE = range(5)
+RECEIVE, COMPUTE, ADD, SEND, FREE, EXCHANGE = range(6)
 
 
 class Communication:
@@ -77,6 +81,7 @@ class Communication:
         self.program = program
         self.places = production(program)
         self.receiving = self.places if early_recompute else self.places | places_of_recomputes(program)
+        self.sources = {edge.value: edge.source for edge in program.flow}
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -106,19 +111,28 @@ class Communication:
                 if edge.goes_on:
                     self.add_to_next_run(worker, index, edge, chunk)
                     continue
-                last = index
+                if edge.value in self.program.sum_of:
+                    continue
+                last = whole = self.add_additions(worker, index, edge.value, chunk)
                 for local, targets in self.targets[edge.value]:
                     to = first + local
                     uses = [self.places[target, chunk][1] for target in targets]
                     if to == worker:
                         last = max(uses)
                         continue
-                    self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
+                    self.due[worker].append((whole, SEND, Send(edge.value, chunk, to)))
                     first_use = min(self.receiving[target, chunk][1] for target in targets)
-                    transfer = (index, SEND, Receive(edge.value, chunk, worker), first_use)
+                    transfer = (whole, SEND, Receive(edge.value, chunk, worker), first_use)
                     self.channels[worker, to].append(transfer)
                     self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
+
+    def add_additions(self, worker: int, index: int, value: str, chunk: int) -> int:
+        """Add to a value what its worker adds to it, if anything. Returns when it is whole."""
+        for summand in self.program.summands.get(value, ())[1:]:
+            index = max(index, self.places[self.sources[summand], chunk][1])
+            self.due[worker].append((index, ADD, Add(summand, chunk, value)))
+        return index
 
     def add_to_next_run(self, worker: int, index: int, edge: Edge, chunk: int) -> None:
         """Send what is for the next run. If this run continues another, take what that has sent, right before its first use."""

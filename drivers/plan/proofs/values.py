@@ -3,12 +3,7 @@
 from collections import Counter, defaultdict
 
 from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
-from pippy.drivers.plan.language.instructions import (
-    Compute,
-    Free,
-    Instruction,
-    MicrobatchValue,
-)
+from pippy.drivers.plan.language.instructions import Add, Compute, Free, Instruction, MicrobatchValue
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.exchanges import check_exchanges
 from pippy.drivers.plan.proofs.faults import Faults
@@ -30,8 +25,18 @@ class WorkerValues:
         self.worker = worker
         self.faults = faults
         self.ends = {
-            edge.value: (program.beside(worker, edge.source.stage), takers(program, edge, worker))
+            edge.value: (
+                program.beside(worker, edge.source.stage),
+                [] if edge.value in program.sum_of else takers(program, edge, worker),
+            )
             for edge in program.flow
+        }
+        # What is to be added to values that this worker makes, in order, but for what was added.
+        self.lacking: dict[MicrobatchValue, list[str]] = {
+            (value, chunk): list(summands[1:])
+            for value, summands in program.summands.items()
+            if self.ends[value][0] == worker
+            for chunk in range(program.chunks)
         }
         self.held: set[MicrobatchValue] = set()
         self.gone: set[MicrobatchValue] = set()
@@ -41,7 +46,8 @@ class WorkerValues:
         self.unsent: Counter[tuple[MicrobatchValue, int]] = Counter()  # what it has to send to the next run of others
         for edge in program.flow:
             self.made[edge.source].append(edge.value)
-            for target in edge.targets if program.continues or not edge.goes_on else ():
+            taken = edge.value not in program.sum_of and (program.continues or not edge.goes_on)
+            for target in edge.targets if taken else ():
                 self.used[target].append(edge.value)
             if edge.goes_on and self.ends[edge.value][0] == worker:
                 values = [(edge.value, chunk) for chunk in range(program.chunks)]
@@ -77,6 +83,8 @@ class WorkerValues:
             held = kind.takes(instruction)
             wrong = self.wrong_way(held, self.worker, kind.sends_to(instruction)) if kind.sends_to else []
             problems = wrong or self.absent(held)
+            if not (wrong or isinstance(instruction, Add)):
+                problems = problems + self.not_whole(held)
             if kind.sends_to and held[0] in self.program.going_on:
                 self.unsent[held, kind.sends_to(instruction)] -= 1
         if kind.gives:
@@ -85,6 +93,8 @@ class WorkerValues:
                 return [*problems, f"no run before has chosen {held[0]}.{held[1]}"]
             wrong = self.wrong_way(held, kind.receives_from(instruction), self.worker) if kind.receives_from else []
             problems = problems + (wrong or self.arrive(held))
+        if isinstance(instruction, Add):
+            problems += self.addition(instruction)
         if kind.drops:
             held = kind.drops(instruction)
             self.held.discard(held)
@@ -95,9 +105,8 @@ class WorkerValues:
         done = produced_by(compute)
         if done is None:
             return []
-        problems = [
-            problem for value in self.used.get(done, ()) for problem in self.absent((value, compute.microbatch))
-        ]
+        used = [(value, compute.microbatch) for value in self.used.get(done, ())]
+        problems = [problem for held in used for problem in (*self.absent(held), *self.not_whole(held))]
         self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
         return problems
 
@@ -105,6 +114,23 @@ class WorkerValues:
         if held in self.held:
             return []
         return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
+
+    def addition(self, add: Add) -> list[str]:
+        """What is wrong with adding this value to that one now."""
+        into = add.into, add.microbatch
+        if self.program.sum_of.get(add.value) != add.into:
+            return [f"{add.value} is no part of the sum {add.into} on this worker"]
+        lacking = self.lacking.get(into, [])
+        if add.value not in lacking:
+            return [*self.absent(into), f"{add.value} was added before"]
+        wrong = self.absent(into) + [f"comes before {Add(lacking[0], add.microbatch, add.into)}"] * (
+            lacking[0] != add.value
+        )
+        lacking.remove(add.value)
+        return wrong
+
+    def not_whole(self, held: MicrobatchValue) -> list[str]:
+        return [f"comes before {Add(value, held[1], held[0])}" for value in self.lacking.get(held, ())[:1]]
 
     def arrive(self, held: MicrobatchValue) -> list[str]:
         if held in self.held or held in self.gone:

@@ -50,6 +50,7 @@ def list_schedule(
     memory: int | Sequence[int] | None = None,
     halves: bool = True,
     edges: Iterable[Edge] | None = None,
+    added: Iterable[tuple[str, ...]] = (),
 ) -> WorkerOrders:
     """The order with the shortest makespan that is found for these costs and this placement.
 
@@ -70,6 +71,7 @@ def list_schedule(
         orders=((),) * workers,
         backward=tuple(range(placement.stages)),
         edges=None if edges is None else tuple(edges),
+        added=tuple(added),
     )
     limits = memory_limits(placement, chunks, memory)
     problems = [

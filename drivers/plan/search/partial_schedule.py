@@ -31,10 +31,13 @@ class SearchProblem:
         self.worker_of = program.placement.worker_of
         self.inputs: dict[Pass, list[str]] = defaultdict(list)
         self.outputs: dict[Pass, list[tuple[str, list[int]]]] = defaultdict(list)
+        self.sum_of, self.summands = program.sum_of, program.summands
         for edge in program.flow:
-            self.outputs[edge.source].append((edge.value, takers(program, edge)))
+            to = takers(program, edge)
+            self.outputs[edge.source].append((edge.value, to))
             for target in edge.targets:
-                self.inputs[target].append(edge.value)
+                if edge.value not in self.sum_of or self.worker_of[target.stage] not in to:  # else the sum comes
+                    self.inputs[target].append(edge.value)
 
     def work(self, worker: int) -> Number:
         """How long a worker computes in all."""
@@ -144,9 +147,12 @@ class PartialSchedule:
         touched = []
         for value, workers in self.problem.outputs.get(done, ()) if done else ():
             self.ready_at[value, compute.microbatch, worker] = end
-            for to in workers:
-                self.send(value, compute.microbatch, worker, to, end)
-            touched += workers
+            sent = self.problem.sum_of.get(value, value)
+            summands = self.problem.summands.get(sent, (value,))
+            if all((each, compute.microbatch, worker) in self.ready_at for each in summands):
+                for to in workers:
+                    self.send(sent, compute.microbatch, worker, to, end)
+                touched += workers
         return touched
 
     def send(self, value: str, chunk: int, source: int, to: int, now: Number) -> None:

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, SendGradients, SendNotes
+from pippy.drivers.plan.language.instructions import (
+    Add,
+    Compute,
+    Instruction,
+    Receive,
+    Send,
+    SendGradients,
+    SendNotes,
+)
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
@@ -119,7 +127,7 @@ class Recorder:
 
         def weighed(step: Any, *operands: Any) -> None:
             # what a transport copies is its own
-            with nullcontext() if isinstance(instruction, Compute) else held.live.looking_away():
+            with nullcontext() if isinstance(instruction, Compute | Add) else held.live.looking_away():
                 handle(step, *operands)
             if isinstance(instruction, Receive):  # a transport may make tensors without an operation
                 held.live.add(tensors(step.values[operands[0]]))

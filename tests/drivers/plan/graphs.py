@@ -28,4 +28,16 @@ def with_random_graph(program: Program, rng: random.Random) -> Program:
         Replicated(f"layer.{number}.weight", tuple(sorted(rng.sample(stages, rng.randint(1, min(3, program.stages))))))
         for number in range(rng.randrange(3))
     ]
-    return program.for_graph(edges_between(pairs, backward), backward, replicated)
+    edges = edges_between(pairs, backward)
+    return program.for_graph(edges, backward, replicated, added=added_of(edges, rng))
+
+
+def added_of(edges: list[Edge], rng: random.Random) -> list[tuple[str, ...]]:
+    """For each backward that takes several gradients: they are of one value, or of several values, or most of one."""
+    takers = sorted({edge.targets for edge in edges if edge.source.phase == "B"})
+    given = [[edge.value for edge in edges if edge.source.phase == "B" and edge.targets == taker] for taker in takers]
+    for values in given:
+        rng.shuffle(values)
+    return [
+        tuple(values[: len(values) - rng.randrange(2)]) for values in given if len(values) > 2 and rng.random() < 0.8
+    ]

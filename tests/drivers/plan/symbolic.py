@@ -8,6 +8,7 @@ from typing import Any
 
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
+    Add,
     Compute,
     Free,
     Instruction,
@@ -69,8 +70,16 @@ class Machine:
                 return store[value, chunk]
         raise Impossible(value) if self.program.lowered else Blocked(value)
 
+    def taken(self, worker: int, value: str, chunk: int) -> int:
+        """An input, with all that is added to it."""
+        found = self.fetch(worker, value, chunk)
+        for each in () if self.program.lowered else self.program.summands.get(value, ())[1:]:
+            found = self.term("sum", found, self.fetch(worker, each, chunk))
+        return found
+
     def run_pass(self, worker: int, phase: Any, stage: int, chunk: int, *known: int) -> int:
-        gone = [self.fetch(worker, value, chunk) for value in self.inputs.get(Pass(phase, stage), ())]
+        needed = [value for value in self.inputs.get(Pass(phase, stage), ()) if value not in self.program.sum_of]
+        gone = [self.taken(worker, value, chunk) for value in needed]
         found = self.term(phase, stage, chunk, *known, *gone)
         for value in self.makes.get(Pass(phase, stage), ()):
             self.stores[worker][value, chunk] = self.term(value, found)
@@ -89,6 +98,11 @@ class Machine:
             case Free(value, chunk):
                 if self.stores[worker].pop((value, chunk), None) is None:
                     raise Impossible(value)
+            case Add(value, chunk, into):
+                store, keys = self.stores[worker], [(into, chunk), (value, chunk)]
+                if any(key not in store for key in keys):
+                    raise Impossible(value)
+                store[into, chunk] = self.term("sum", *(store.pop(key) for key in keys))
             case SendGradients(name, to):
                 self.channels[worker, to].append((("gradients", name), self.own(worker, name)))
             case ReceiveGradients(name, source):

@@ -7,10 +7,15 @@ import pytest
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.cost.held_bytes import Held, ModelInput, PipeBytes, StageBytes, held_bytes, lowered_program
 from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
-from pippy.drivers.plan.language.instructions import Compute, Free, Receive
+from pippy.drivers.plan.language.instructions import Add, Compute, Free, Receive
 from pippy.drivers.plan.orders.registry import REGISTRY
 from tests.drivers.plan.build import build
 from tests.drivers.plan.graphs import with_random_graph
+
+
+def size_of(program, sizes, thing):
+    names = program.summands[thing[1]] if thing[0] == "sum" else [thing[-2]]
+    return max(sizes.values[name] for name in names)
 
 
 def held_after(program, sizes, worker):
@@ -22,7 +27,10 @@ def held_after(program, sizes, worker):
             case Receive(value, m, _):
                 table.add((value, m))
             case Free(value, m):
-                table.discard((value, m))
+                table -= {(value, m), ("sum", value, m)}
+            case Add(value, m, into):
+                table -= {(value, m), (into, m)}
+                table.add(("sum", into, m))
             case Compute(op, stage, m):
                 takes = {(edge.value, m) for edge in program.flow if Pass("F", stage) in edge.targets}
                 gives = {(edge.value, m) for edge in program.flow if edge.source == Pass("F", stage)}
@@ -48,7 +56,7 @@ def held_after(program, sizes, worker):
                     if op in "BW":
                         graded.add((stage, "late"))
         things = table.union(*runs.values())
-        held = sum(sizes.values[thing[-2]] for thing in things if thing[0] not in ("before", "graph"))
+        held = sum(size_of(program, sizes, thing) for thing in things if thing[0] not in ("before", "graph"))
         for what, name in (("before", "repeating"), ("graph", "kept")):
             held += sum(getattr(sizes.stages[thing[1]], name) for thing in things if thing[0] == what)
         held += sum(sizes.stages[stage].deferred for stage, _ in deferred)

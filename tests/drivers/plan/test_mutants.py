@@ -13,6 +13,7 @@ from typing import Any
 from pippy.drivers.plan import add_communication, make_schedule, validate
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.instructions import (
+    Add,
     Compute,
     Free,
     Instruction,
@@ -111,6 +112,8 @@ def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
             ]
         case Free() as free:
             changes = [replace(free, value=value), replace(free, microbatch=chunk)]
+        case Add() as add:
+            changes = [replace(add, value=value), replace(add, microbatch=chunk), replace(add, into=value)]
         case SendNotes():
             changes = [SendNotes(worker), ReceiveNotes(worker)]
         case ReceiveNotes():

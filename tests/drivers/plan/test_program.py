@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pippy.drivers.plan import add_communication, load_program, make_schedule, parse_program
 from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
 from pippy.drivers.plan.language.errors import ArgumentError, ParseError, PlacementError
-from pippy.drivers.plan.language.instructions import Compute, Free, Op, Receive, Reduce, Send, parse_instruction
+from pippy.drivers.plan.language.instructions import Add, Compute, Free, Op, Receive, Reduce, Send, parse_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program
 from tests.drivers.plan.build import build, edges
@@ -19,6 +19,7 @@ instructions = st.one_of(
     st.builds(Send, names, counts, counts),
     st.builds(Receive, names, counts, counts),
     st.builds(Free, names, counts),
+    st.builds(Add, names, counts, names),
     st.builds(Reduce, st.lists(names, min_size=1, max_size=3).map(".".join)),
 )
 
@@ -28,7 +29,7 @@ def test_an_instruction_goes_through_its_text(instruction):
     assert parse_instruction(str(instruction)) == instruction
 
 
-@given(st.text(alphabet="FBIWsendrcivfuo tm01.2", max_size=24))
+@given(st.text(alphabet="FBIWsendrcivfuo tma01.2", max_size=24))
 def test_text_that_is_read_is_the_instructions_own(text):
     try:
         instruction = parse_instruction(text)

@@ -109,7 +109,10 @@ def test_another_schedule_is_advised_only_if_it_is_another():
     ("options", "cause"),
     [
         ({"starting": 100.0}, "starting the step: 100 s of the 114 s of the step (88 %). The step had yet to reach"),
-        ({"adding": 100.0}, "adding up: 100 s of the 114 s of the step (88 %). The gradients of replicated parameters"),
+        (
+            {"adding": 100.0},
+            "adding up: 100 s of the 114 s of the step (88 %). Gradients are added up: of replicated",
+        ),
         ({"ending": 100.0}, "Python: 100 s of the 114 s of the step (88 %). It passes between the instructions"),
         ({"flight": 10.0}, "transfer: 100 s of the 114 s of the step (88 %). Values were on their way"),
     ],

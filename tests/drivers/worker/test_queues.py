@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.edges import produced_by
-from pippy.drivers.plan.language.instructions import Compute, Free, Op, Receive, Send
+from pippy.drivers.plan.language.instructions import Add, Compute, Free, Op, Receive, Send
 from pippy.drivers.worker.queues import ComputationQueues
 from tests.drivers.plan.graphs import with_random_graph
 from tests.drivers.plan.test_properties import programs
@@ -22,7 +22,7 @@ def queues_of(program, limit=None, gathers=None):
     takes, gives = defaultdict(list), defaultdict(list)
     for edge in program.flow:
         gives[edge.source].append(edge.value)
-        for target in edge.targets:
+        for target in edge.targets if edge.value not in program.sum_of else ():
             takes[target].append(edge.value)
     return [
         ComputationQueues(
@@ -44,6 +44,16 @@ class Run:
         self.program, self.queues, self.dice = program, queues, dice
         self.sent, self.arrived = [], set()
         self.held = [set() for _ in queues]
+        makers = {edge.value: edge.source.stage for edge in program.flow}
+        self.lacking = [
+            {
+                (value, microbatch): list(summands[1:])
+                for value, summands in program.summands.items()
+                for microbatch in range(program.chunks)
+                if program.home(makers[value], microbatch) == worker
+            }
+            for worker in range(program.workers)
+        ]
         self.done = [[] for _ in queues]
         for each in queues:
             each.begin()
@@ -81,17 +91,25 @@ class Run:
                 done = produced_by(instruction)
                 for edge in self.program.flow:
                     value = edge.value, instruction.microbatch
-                    assert done not in edge.targets or value in held, f"{instruction} has no {value}"
+                    taken = done in edge.targets and edge.value not in self.program.sum_of
+                    assert not taken or value in held, f"{instruction} has no {value}"
+                    assert not taken or value not in self.lacking[worker], f"{value} is not whole"
                     if done == edge.source:
                         held.add(value)
             case Send(value, microbatch, to):
-                assert (value, microbatch) in held
+                assert (value, microbatch) in held and (value, microbatch) not in self.lacking[worker]
                 self.sent.append((value, microbatch, to))
             case Receive(value, microbatch, _):
                 assert (value, microbatch, worker) in self.arrived
                 held.add((value, microbatch))
             case Free(value, microbatch):
                 held.remove((value, microbatch))
+            case Add(value, microbatch, into):
+                held.remove((value, microbatch))
+                lacking = self.lacking[worker][into, microbatch]
+                assert (into, microbatch) in held and lacking.pop(0) == value
+                if not lacking:
+                    del self.lacking[worker][into, microbatch]
         self.done[worker].append(instruction)
         for follower in self.queues[worker].done(at):
             self.do(worker, follower)
