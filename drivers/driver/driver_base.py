@@ -11,14 +11,16 @@ worker its part, once. From then on each step takes one message for each worker.
 What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from html import escape
+from os import PathLike
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.auto import Auto
@@ -29,6 +31,7 @@ from pippy.drivers.driver.check.check_step import StepCheck, checked_model
 from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
+from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
 from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
 from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
@@ -466,6 +469,44 @@ class PipelineDriverBase(ModelOnWorkers):
             yield recording
         finally:
             self.steps.recording = before
+
+    @contextmanager
+    def profile(
+        self,
+        path: str | PathLike[str],
+        *,
+        activities: Iterable[ProfilerActivity] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+    ) -> Iterator[DriverProfile]:
+        """Run `torch.profiler` in all workers for what they do inside, and write their traces to one file, for Perfetto.
+
+        Each worker is a row, with its instructions above the operations that they run; all are on one clock. The ``path`` ends
+        with .json, or with .json.gz for a compressed file. The other arguments are those of `torch.profiler.profile`; without
+        ``activities``, all that the workers have are profiled. See docs/recording.md.
+
+        >>> import json, tempfile
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())
+        >>> with local_cluster(2, threads=1) as cluster, tempfile.TemporaryDirectory() as folder:
+        ...     driver = PipelineDriver1F1B(pipe, cluster)
+        ...     with driver.profile(f"{folder}/trace.json") as profile:
+        ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     events = json.loads(profile.path.read_text())["traceEvents"]
+        >>> {"F0.0", "F1.1", "B0.1", "aten::addmm"} <= {event["name"] for event in events}
+        True
+        """
+        options = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        start, to = profile_options(activities, options), trace_path(path)
+        with WorkerProfiles(self.cluster, self.commands, to, lambda: self._places.holds).running(start) as profile:
+            yield profile
 
     def memory(
         self, chunks: int, *args: Any, optimizer: Callable[..., torch.optim.Optimizer] | None = None, **kwargs: Any

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -48,6 +49,7 @@ class Cluster:
         self._drivers = itertools.count()
         self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
         self.closed = False
+        self.profiled: Path | None = None  # the file that a profile of its workers is for
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
         self._finalizer = weakref.finalize(self, _end_unclosed, session, engine)
 

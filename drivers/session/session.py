@@ -170,6 +170,15 @@ class Session:
                 wait.close()
                 self.compiling.end()
 
+    @contextmanager
+    def patient(self, timeout: float) -> Iterator[None]:
+        """Inside, a worker may leave a ping unanswered for ``timeout`` seconds: for what does not let its Python run."""
+        before, self.timeout = self.timeout, max(self.timeout, timeout)
+        try:
+            yield
+        finally:
+            self.timeout = before
+
     def _wake(self) -> None:
         """Have the waits of all threads see what has changed."""
         for each in self._waits.copy():

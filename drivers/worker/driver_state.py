@@ -27,6 +27,7 @@ from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.parameters import Initialize, TensorLocation
+from pippy.drivers.protocol.profiles import GiveTrace, StartProfile, StopProfile
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import AskCompiled, Load
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
@@ -50,6 +51,7 @@ from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
 from pippy.drivers.worker.measure.output_probe import OutputProbe
+from pippy.drivers.worker.measure.profiler import WorkerProfiler
 from pippy.drivers.worker.measure.witness import Witness
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
@@ -107,6 +109,7 @@ class DriverState:
         self.kept = KeptStates(index, self.snapshots, self._exchange)
         self.step_buffers = StepBuffers(self.modules)
         self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
+        self.profiler = WorkerProfiler(index, device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
@@ -136,6 +139,9 @@ class DriverState:
             AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
             AddGeneration: self._add_generation,
             Generate: self._generate,
+            StartProfile: self.profiler.start,
+            StopProfile: self.profiler.stop,
+            GiveTrace: self.profiler.give,
         }
 
     def obey(self, command: Command) -> Any:
@@ -157,6 +163,7 @@ class DriverState:
 
     def close(self) -> None:
         """End what this has started."""
+        self.profiler.close()
         if self.graphs is not None:
             self.graphs.close()
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.measure.named_work import named_instruction
 
 
 class Passed(Protocol):
@@ -31,12 +32,13 @@ class ExchangeRun:
         """Run all instructions, in the command with this number."""
         order = self.order
         for self.at, each in enumerate(order):
-            if to := each.kind.sends_to:
-                for number, value in passed.leaving(each):
-                    self.transport.send(to(each), (command, number, 0), value)
-            elif source := each.kind.receives_from:
-                for number in passed.awaited(each):
-                    passed.take(number, self.transport.receive((command, number, 0), source(each)))
+            with named_instruction(command, each):
+                if to := each.kind.sends_to:
+                    for number, value in passed.leaving(each):
+                        self.transport.send(to(each), (command, number, 0), value)
+                elif source := each.kind.receives_from:
+                    for number in passed.awaited(each):
+                        passed.take(number, self.transport.receive((command, number, 0), source(each)))
 
     def current(self) -> Instruction:
         """The instruction that runs now."""

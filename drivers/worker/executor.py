@@ -14,6 +14,7 @@ from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.handlers import Bound
+from pippy.drivers.worker.measure.named_work import NamedInstructions, is_profiled
 from pippy.drivers.worker.measure.recorder import Recorder
 from pippy.drivers.worker.measure.saved_memory import SavedMemory
 from pippy.drivers.worker.step_context import StepContext, is_number
@@ -52,7 +53,7 @@ class Executor:
         for name, microbatches in step.inputs.items():
             for microbatch, value in zip(program.share, microbatches, strict=True):
                 step.values[name, microbatch] = value
-        code: Sequence[Bound] = self.code
+        code = self._code()
         for each in watchers:
             code = each.watching(code)
         try:
@@ -69,10 +70,14 @@ class Executor:
 
     def add_up(self, step: StepContext) -> None:
         """Run the instructions that add up gradients, and no others."""
-        sums = self.bound.sums
+        sums, code = self.bound.sums, self._code()
         for self.at in sums:
-            handle, operands = self.code[self.at]
+            handle, operands = code[self.at]
             handle(step, *operands)
+
+    def _code(self) -> Sequence[Bound]:
+        """The program's instructions; inside of their names, if they are profiled."""
+        return self.named.watching(self.code) if is_profiled() else self.code
 
     def _draw_keys(self, random: RandomStep | None, chunks: int) -> Mapping[int | None, DrawKey]:
         """What the random numbers of each micro-batch are drawn with, and those of the mini-batch; none if nothing draws."""
@@ -88,6 +93,11 @@ class Executor:
     def recorder(self) -> Recorder:
         """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.program.ranks, self.transport, self.device, self.copies)
+
+    @cached_property
+    def named(self) -> NamedInstructions:
+        """Names the instructions, in the steps that are profiled."""
+        return NamedInstructions(self.order, self.program.ranks)
 
     @cached_property
     def saved_memory(self) -> SavedMemory:

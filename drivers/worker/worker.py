@@ -22,6 +22,7 @@ from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun
 from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.measure.named_work import named_command
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
 
@@ -137,6 +138,8 @@ class Worker:
             return None
         if isinstance(command.body, ForgetPeers):
             self.context.transport.forget(command.body.peers)
+            for state in self.drivers.values():
+                state.profiler.close()  # the one that is lost takes its part with it
             return None
         with self.surroundings.around(command):
             return self._obey_inside(command)
@@ -147,8 +150,9 @@ class Worker:
         if isinstance(body, Load):
             self._load(command.driver, body)
             return None
-        result = self.drivers[command.driver].obey(command)
-        transport.finish()  # an answer says that it has succeeded, on the device too
+        with named_command(command.number, body):
+            result = self.drivers[command.driver].obey(command)
+            transport.finish()  # an answer says that it has succeeded, on the device too
         return result
 
     def _load(self, driver: int, load: Load) -> None:

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import gc
 import itertools
+import json
 import os
 import pkgutil
 import re
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -178,7 +180,7 @@ def test_a_chunk_that_has_ended_sends_nothing_more(threads, driver):
     assert first.sent[1].values - before == 2 * 2  # the first token of each chunk, and its end
 
 
-def test_workers_in_other_processes():
+def test_workers_in_other_processes(tmp_path):
     close_open_cluster()
     model = gpt2(n_layer=1)
     ids, mask = prompts()
@@ -192,6 +194,16 @@ def test_workers_in_other_processes():
             driver.generate(ids, max_new_tokens=30, eos_token_id=[])  # there are only 24 positions
         torch.manual_seed(0)
         assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=3, **case), expected)
+        with driver.profile(tmp_path / "trace.json"):
+            driver.generate(ids, max_new_tokens=3, chunks=1, eos_token_id=[])
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        passes = Counter(each["name"] for each in events if each["name"] in ("F0.0", "F1.0", "C1.0"))
+        assert passes == {"F0.0": 3, "F1.0": 3, "C1.0": 3}  # one for each token
+        sent, came = ({each["id"]: each["ts"] for each in events if each["ph"] == end} for end in "sf")
+        values = {key for key in sent if "." in key}
+        assert values
+        assert values == {key for key in came if "." in key}
+        assert all(sent[key] < came[key] for key in values)
 
 
 def test_interleaved_stages_without_a_loss_and_prompts_of_one_token(threads):
