@@ -69,10 +69,11 @@ class Host:
 
 
 @contextmanager
-def hosts(n: int, delay: float = 0.0, ports: str = ANY) -> Iterator[list[Host]]:
-    """So many hosts; a packet takes ``delay`` seconds from one to another. Their processes are killed at the end.
+def hosts(n: int, delay: float = 0.0, ports: str = ANY, rate: float = 0.0) -> Iterator[list[Host]]:
+    """So many hosts. A packet takes ``delay`` seconds from one to another; a link between two carries ``rate`` bits a second.
 
-    The end comes with that of the block, or of this process, however it ends.
+    Without a rate a link carries any number of bits. The processes of hosts are killed at the end of the block, or of this
+    process, however it ends.
 
     ``ports``, as "29500,40000-40999", are those that a firewall between all of them leaves open.
 
@@ -82,7 +83,7 @@ def hosts(n: int, delay: float = 0.0, ports: str = ANY) -> Iterator[list[Host]]:
         try:
             _end_with_this_process(stack)
             found = [_host(stack, number) for number in range(1, n + 1)]
-            _slow(stack, found, delay, ports) if delay or ports != ANY else _bridge(stack, found)
+            _slow(stack, found, delay, ports, rate) if delay or rate or ports != ANY else _bridge(stack, found)
             for number, host in enumerate(found, 1):
                 ip("-n", host.namespace, "addr", "add", f"10.99.7.{number}/24", "dev", LINK)
                 for link in ("lo", LINK):
@@ -139,7 +140,7 @@ def _bridge(stack: ExitStack, joined: list[Host]) -> None:
         ip("-n", between, "link", "set", port, "master", "bridge", "up")
 
 
-def _slow(stack: ExitStack, joined: list[Host], delay: float, ports: str) -> None:
+def _slow(stack: ExitStack, joined: list[Host], delay: float, ports: str, rate: float) -> None:
     ends = []
     with ExitStack() as opened:  # the process below keeps the ends
         for host in joined:
@@ -153,6 +154,6 @@ def _slow(stack: ExitStack, joined: list[Host], delay: float, ports: str) -> Non
             ip("-n", host.namespace, "link", "set", name, "name", LINK, "txqueuelen", "10000")
             ends.append(end)
         script = Path(__file__).with_name("slow_network.py")
-        process = _beside(script, str(delay), ports, *map(str, ends), passed=ends)
+        process = _beside(script, str(delay), str(rate), ports, *map(str, ends), passed=ends)
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -1,17 +1,18 @@
 """A network on which each packet takes its time: a process that holds what each host sends, then hands it to another.
 
-    python slow_network.py PIDFD SECONDS PORTS END END ...
+    python slow_network.py PIDFD SECONDS RATE PORTS END END ...
 
-It ends with the process of PIDFD. PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what
-would open another connection. Each END is the file descriptor of a TUN device; the first is that of host 1, whose address
-ends in .1.
+A link from one host to another carries RATE bits in a second, or any number for 0. The network ends with the process of PIDFD.
+PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what would open another connection. Each
+END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
 """
 
+import heapq
+import itertools
 import os
 import select
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 
 _HEADER = 10  # bytes before each packet, that say how the kernel is to cut and sum it; they are handed on
@@ -20,13 +21,17 @@ _TCP, _SYN, _SYN_OR_ACK = 6, 0x02, 0x12
 LARGEST = 1 << 17
 
 
-def carry(pidfd: int, delay: float, ports: list[range], ends: list[int]) -> None:
+def carry(pidfd: int, delay: float, rate: float, ports: list[range], ends: list[int]) -> None:
     """Carry packets until this process is killed, or that of ``pidfd`` ends."""
-    waiting: deque[tuple[float, int, bytes]] = deque()  # all wait equally long, so the first is due first
+    waiting: list[
+        tuple[float, int, int, bytes]
+    ] = []  # when each is due, and its number: those of a link keep their order
+    free_at: dict[tuple[int, int], float] = {}  # of each link
+    numbers = itertools.count()
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            _, end, packet = waiting.popleft()
+            _, _, end, packet = heapq.heappop(waiting)
             with suppress(OSError):  # its host is cut off
                 os.write(end, packet)
         until = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -36,7 +41,10 @@ def carry(pidfd: int, delay: float, ports: list[range], ends: list[int]) -> None
             with suppress(OSError):
                 packet = os.read(end, LARGEST)
                 if packet[_HEADER] >> 4 == 4 and 0 < packet[_TO] <= len(ends) and passes(packet, ports):
-                    waiting.append((time.monotonic() + delay, ends[packet[_TO] - 1], packet))
+                    link = end, ends[packet[_TO] - 1]
+                    takes = 8 * (len(packet) - _HEADER) / rate if rate else 0.0
+                    free_at[link] = max(time.monotonic(), free_at.get(link, 0.0)) + takes
+                    heapq.heappush(waiting, (free_at[link] + delay, next(numbers), link[1], packet))
 
 
 def passes(packet: bytes, ports: list[range]) -> bool:
@@ -62,4 +70,5 @@ def ranges(text: str) -> list[range]:
 
 
 if __name__ == "__main__":
-    carry(int(sys.argv[1]), float(sys.argv[2]), ranges(sys.argv[3]), [int(end) for end in sys.argv[4:]])
+    numbers = float(sys.argv[2]), float(sys.argv[3])
+    carry(int(sys.argv[1]), *numbers, ranges(sys.argv[4]), [int(end) for end in sys.argv[5:]])
