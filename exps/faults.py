@@ -23,7 +23,8 @@ gives them; with that of other processes both groups were right, each time. One 
 host, and cut nothing; since then it cuts connections to other hosts, too.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random: on a local cluster,
-on actors of a Ray with two nodes, under torchrun on one host, or under torchrun on two (network namespaces). A fault is
+on actors of a Ray with two nodes, on workers that join (one of which shares no memory with the others), under torchrun on one
+host, or under torchrun on two (network namespaces). A fault is
 
 - an exception or `sys.exit` in an instruction, in the optimizer or while stages are loaded; a value that cannot be pickled, or
   not be unpickled;
@@ -60,7 +61,7 @@ from exps.injected.training import Report
 from exps.injected.watch import watch
 from exps.peers.hosts import NoHosts, hosts
 
-PLACES = {"local": 0.6, "ray": 0.1, "ranks": 0.15, "hosts": 0.15}  # the shares of the groups of faults
+PLACES = {"local": 0.6, "ray": 0.1, "joined": 0.1, "ranks": 0.15, "hosts": 0.15}  # the shares of the groups of faults
 
 
 def rounds(

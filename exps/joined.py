@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pippy.drivers.base.errors import WorkerLostError
@@ -30,40 +31,64 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 3
 
 
-class WorkerProcesses:
-    """Processes of `pippy worker`. With ``again`` one that ends is followed by another, as in a deployment."""
+@dataclass
+class WorkerProcess:
+    """A process, on a host that counts as another one if it has a name, and what it prints."""
 
-    def __init__(self, folder: str, again: bool = False) -> None:
-        self.secret_file = f"{folder}/secret"
+    process: subprocess.Popen[bytes]
+    host: str
+    log: Path
+
+    @property
+    def printed(self) -> str:
+        """What it has printed."""
+        return self.log.read_text()
+
+
+class WorkerProcesses:
+    """Processes of `pippy worker`, each as of a shell. With ``again`` one that ends is followed by another, as in a deployment.
+
+    ``environment`` is what they have besides that of this process.
+    """
+
+    def __init__(self, folder: str, again: bool = False, environment: dict[str, str] | None = None) -> None:
+        self.folder, self.secret_file, self._environment = folder, f"{folder}/secret", environment or {}
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.join = f"127.0.0.1:{free.getsockname()[1]}"
-        self._all: list[subprocess.Popen[bytes]] = []
-        self._again, self._over = again, threading.Event()
+        self.all: list[WorkerProcess] = []
+        self.started = 0
+        self.again, self._over = again, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def start(self) -> None:
+    def start(self, host: str = "") -> None:
         """Start one."""
         words = ["-m", "pippy", "worker", "--join", self.join, "--secret-file", self.secret_file, "--threads", "1"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self._all.append(subprocess.Popen([sys.executable, *words], env=environment, stderr=subprocess.DEVNULL))
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PIPPY_HOST": host} | self._environment
+        log = Path(self.folder, f"worker{self.started}.log")
+        self.started += 1
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *words], env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        self.all.append(WorkerProcess(process, host, log))
 
     def close(self) -> None:
         """End them all; those of a cluster that is closed have ended."""
         self._over.set()
         self._thread.join()
-        for each in self._all:
+        for each in self.all:
             with suppress(subprocess.TimeoutExpired):
-                each.wait(5)
-            each.kill()
-            each.wait()
+                each.process.wait(5)
+            each.process.kill()
+            each.process.wait()
 
     def _watch(self) -> None:
         while not self._over.wait(0.05):
-            for each in [each for each in self._all if each.poll() is not None]:
-                self._all.remove(each)
-                if self._again:
-                    self.start()
+            for each in [each for each in self.all if each.process.poll() is not None]:
+                self.all.remove(each)
+                if self.again:
+                    self.start(each.host)
 
 
 @contextmanager
@@ -79,7 +104,7 @@ def joined(
             given = {"join": processes.join, "secret_file": processes.secret_file}
             with joined_cluster(workers, timeout=timeout, start_timeout=300.0, **given) as cluster:  # type: ignore[arg-type]
                 yield cluster, processes
-                processes._again = False
+                processes.again = False
         finally:
             processes.close()
 

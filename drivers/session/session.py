@@ -470,15 +470,15 @@ class Session:
             self._explain(call, error)
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
-        """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
+        """A call failed. If its connection stands, a worker that answers a ping after it lives, and the call was at fault."""
         self.check_waiting()
         broken = f"the connection to it broke: {last_line(error)}"
         if call.worker in self._deaths(0):
             raise self.mark_lost(call.worker, broken) from None
         silence = self._silence(call.worker)
-        if silence is None:
+        if silence is None and not isinstance(error, ConnectionError):
             raise ClusterError(f"a call to worker {call.worker} ({call.what}) failed:\n{error}") from None
-        raise self.mark_lost(call.worker, f"{broken}, and {silence}") from None
+        raise self.mark_lost(call.worker, f"{broken}, and {silence}" if silence else broken) from None
 
     def _silence(self, worker: int) -> str | None:
         """What became of a ping that was not answered; None if it was."""

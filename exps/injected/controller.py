@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from exps.injected import joined_place
 from exps.injected.deadly import deadly
 from exps.injected.gentle import gentle
 from exps.injected.kinds import ANYWHERE, GENTLE, TIMEOUT, TORCHRUN
@@ -21,7 +22,11 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.interrupted_everywhere import descriptors
 
-SIZES = {"local": (2, 3, 4), "ray": (3, 4)}  # numbers of workers; those of a Ray are on both of its nodes
+SIZES = {
+    "local": (2, 3, 4),
+    "ray": (3, 4),
+    "joined": (2, 3),
+}  # numbers of workers; those of a Ray are on both of its nodes
 
 
 def play(seed: int, place: str, kinds: list[str]) -> None:
@@ -38,30 +43,32 @@ def play(seed: int, place: str, kinds: list[str]) -> None:
             raise SystemExit("a worker was lost")  # as a script ends that does not catch it
     elif kinds == [ANYWHERE]:
         while True:  # a cluster is opened and closed again, so that Ctrl-C may meet any of it
-            with cluster(2, threads=1, timeout=TIMEOUT, **_options(place)) as opened:
+            with cluster(2, timeout=TIMEOUT, **_options(place)) as opened:
                 Training(opened, rng).step()
     else:
         beside_the_controller(place, kinds, rng)
 
 
 def _options(place: str) -> dict[str, Any]:
-    return OPTIONS if place == "ray" else {}
+    if place == "joined":
+        return joined_place.options(os.environ[joined_place.PLACE])
+    return {"threads": 1} | (OPTIONS if place == "ray" else {})
 
 
 def beside_the_controller(place: str, kinds: list[str], rng: random.Random) -> None:
-    """The faults on a local cluster, or on actors. No descriptor is left, and the next cluster of the same process is right."""
+    """The faults on a cluster of this process. No descriptor is left, and the next cluster of the same process is right."""
     before = descriptors()
-    with cluster(rng.choice(SIZES[place]), threads=1, timeout=TIMEOUT, **_options(place)) as opened:
+    with cluster(rng.choice(SIZES[place]), timeout=TIMEOUT, **_options(place)) as opened:
         have(opened, kinds, rng)
     gc.collect()
     after = descriptors()
-    if place == "local" and len(after) > len(before):  # Ray itself keeps some
+    if place != "ray" and len(after) > len(before):  # Ray itself keeps some
         new = {number: what for number, what in after.items() if before.get(number) != what}
         wrong = f"descriptors: {len(before)} before, {len(after)} after, among them {new}"
         say(**asdict(Report(kinds[-1], 0.0, wrong)))
     if kinds[-1] == "kill head":  # nobody would place workers
         return
-    with cluster(2, threads=1, timeout=TIMEOUT, **_options(place)) as opened:
+    with cluster(2, timeout=TIMEOUT, **_options(place)) as opened:
         right_steps(opened, rng)
 
 

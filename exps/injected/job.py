@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from exps.injected.joined_place import JoinedPlace, joined_place
 from exps.injected.kinds import TORCHRUN
 from exps.injected.left import MARK
 from exps.injected.ray_place import RayPlace, ray_place
@@ -22,11 +23,11 @@ _PORT = "29517"  # of the first host, which is nobody else's
 
 @dataclass
 class Job:
-    """The processes that were started, of which the first one's output is the controller's; and their hosts or Ray, if any."""
+    """The processes that were started, of which the first one's output is the controller's; and where others are."""
 
     processes: "list[subprocess.Popen[str]]"
     on: list[Host]
-    ray: RayPlace | None = None
+    away: RayPlace | JoinedPlace | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal to all that a terminal would send it to."""
@@ -47,7 +48,11 @@ def job(place: str, seed: int, kinds: list[str], mark: str, directory: str, erro
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     with ExitStack() as stack:
         on: list[Host] = []
-        ray = stack.enter_context(ray_place(mark)) if place == "ray" else None
+        away: RayPlace | JoinedPlace | None = None
+        if place == "ray":
+            away = stack.enter_context(ray_place(mark))
+        elif place == "joined":
+            away = stack.enter_context(joined_place(mark, errors))
         if place not in TORCHRUN:
             commands = [[sys.executable, *played]]
         elif place == "ranks":
@@ -60,10 +65,9 @@ def job(place: str, seed: int, kinds: list[str], mark: str, directory: str, erro
                 host.command(*torchrun, *each, "--node-rank", str(number), *meeting, *played)
                 for number, host in enumerate(on)
             ]
-        started = Job([], on, ray)
+        started = Job([], on, away)
         environment = os.environ | {MARK: mark, "TMPDIR": directory, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        if ray is not None:
-            environment["RAY_ADDRESS"] = ray.address
+        environment |= {} if away is None else away.environment
         stack.callback(_end, started)
         for number, command in enumerate(commands):
             started.processes.append(

@@ -26,6 +26,7 @@ DEADLY = {
     "ranks": [*_EVERYWHERE, "cut", "cut tcp"],
     "hosts": [*_EVERYWHERE, "cut tcp", "kill host", "cut host"],
     "ray": [*_EVERYWHERE, "cut", "kill node", "kill head"],
+    "joined": [*_EVERYWHERE, "cut", "cut tcp"],
 }
 BY_THE_WATCHER = ["kill controller", "kill host", "cut host", "cut tcp", "kill node", "kill head"]
 UNNOTICED = ["stop fork server", "kill head"]  # steps go on

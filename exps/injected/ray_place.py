@@ -21,9 +21,9 @@ class RayPlace:
             nodes.add(host, env={MARK: mark}, run=EACH)
 
     @property
-    def address(self) -> str:
-        """Where the head listens."""
-        return str(self.nodes.address)
+    def environment(self) -> dict[str, str]:
+        """What tells a controller where the head listens."""
+        return {"RAY_ADDRESS": str(self.nodes.address)}
 
     def strike(self, kind: str) -> None:
         """Kill a node, or the process of the head that places workers."""
@@ -32,7 +32,7 @@ class RayPlace:
         else:
             self.nodes.cluster.head_node.kill_gcs_server(check_alive=False)
 
-    def actors(self) -> list[int]:
+    def workers(self) -> list[int]:
         """The processes that are workers. Others wait for an actor, or are Ray's own."""
         found = []
         for pid in marked(self.mark):

@@ -17,6 +17,7 @@ from typing import Any
 from exps.injected.job import Job, cut_tcp, job
 from exps.injected.kinds import ANYWHERE, BY_THE_WATCHER, TORCHRUN, bound
 from exps.injected.left import files_left, marked, outlast
+from exps.injected.ray_place import RayPlace
 from exps.injected.training import Report
 from tests.drivers.processes import allowing_for, wanting_a_core
 
@@ -24,6 +25,7 @@ PATIENCE = 60.0  # seconds in which a controller that lives says something; on a
 GRACE = {
     "local": 5.0,
     "ray": 10.0,
+    "joined": 5.0,
     "ranks": 45.0,
     "hosts": 45.0,
 }  # torchrun kills what does not end, as it is stopped, after 30 s
@@ -81,8 +83,8 @@ class _Watch:
             time.sleep(1.0)
             kind = self.kinds[min(self.told, len(self.kinds) - 1)]
             yield Report(kind, PATIENCE, f"hang after {self.kinds[: self.told]}")
-        ray = self.job.ray
-        left = outlast(partial(marked, self.mark) if ray is None else ray.actors, GRACE[self.place] * busy())[1]
+        away = self.job.away
+        left = outlast(partial(marked, self.mark) if away is None else away.workers, GRACE[self.place] * busy())[1]
         if left:
             yield Report(self.kinds[-1], 0.0, f"orphans: {left}")
 
@@ -93,7 +95,7 @@ class _Watch:
                 yield self._interrupted()
         elif "workers" in line:
             self.workers = line["workers"]
-            if self.job.ray is not None and not {*self.workers} <= {*self.job.ray.actors()}:
+            if isinstance(self.job.away, RayPlace) and not {*self.workers} <= {*self.job.away.workers()}:
                 yield Report(self.kinds[0], 0.0, "the workers are not those that are looked for in the end")
         elif "begins" in line:
             self.struck = time.monotonic()
@@ -107,7 +109,7 @@ class _Watch:
             if report.kind in BY_THE_WATCHER:
                 report.seconds = report.ended - self.struck
             yield report
-            if report.kind == "stop worker" and self.place in TORCHRUN:
+            if report.kind == "stop worker" and self.place in (*TORCHRUN, "joined"):
                 for pid in marked(self.mark):  # it goes on, and must find that it has nothing to do any more
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
@@ -117,8 +119,8 @@ class _Watch:
             os.kill(self.pid, signal.SIGKILL)
         elif kind == "kill host":
             self.job.on[1].kill()
-        elif self.job.ray is not None:
-            self.job.ray.strike(kind)
+        elif isinstance(self.job.away, RayPlace):
+            self.job.away.strike(kind)
         elif kind == "cut host":
             self.job.on[1].cut()
         else:
@@ -136,7 +138,7 @@ class _Watch:
 
     def _end(self, status: int) -> Iterator[Report]:
         """A controller that was killed says no more, and torchrun ends one that has lost a worker."""
-        if self.over or self.told == len(self.kinds):
+        if self.over or self.told >= len(self.kinds):  # the last may have been told, and what it left
             return
         kind = self.kinds[self.told]
         ends_job = kind == "kill controller" or (

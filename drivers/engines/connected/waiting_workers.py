@@ -71,6 +71,7 @@ class WaitingWorkers(Generic[AnyGuest]):
         """Nobody waits any more. Returns who did."""
         with self._lock:
             left, self._all = self._all, []
+        self._changed.close()
         return left
 
     def present(self) -> list[AnyGuest]:

@@ -309,6 +309,7 @@ class RayEngine:
             guest.close()
         with suppress(ValueError):  # its connections are closed
             await_any([guest, guest.over], None)
+        guest.over.close()
         self._waiting.present()
 
     def _make_ready(self, guest: RayGuest) -> None:

@@ -22,6 +22,7 @@ from pippy.drivers.protocol.urgent import ComeIn
 from pippy.drivers.wire.messages.doors import Door, Invitation
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import keep
+from tests.drivers.interrupted_everywhere import descriptors
 from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
 from tests.drivers.processes import close_open_cluster, until, within
@@ -218,8 +219,10 @@ def test_wrong_workers_are_told_why_and_the_cluster_goes_on_waiting(shells, tmp_
 def test_a_cluster_that_too_few_join_says_how_many_came_and_from_where(shells):
     early = shells.worker()
     assert early.prints("no cluster answers at")
+    before = descriptors()
     with within(5), pytest.raises(ClusterError) as refused:
         cluster(2, join=shells.join, secret_file=shells.secret_file, start_timeout=2.0)
+    assert descriptors() == before
     said = str(refused.value)
     assert said.startswith(f"1 of 2 joined within 2 s (1 on {socket.gethostname()}); start 1 worker more, in any shell")
     assert f"pippy worker --join {shells.join} --secret-file {shells.secret_file}; or give cluster() a larger" in said

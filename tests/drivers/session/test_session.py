@@ -48,6 +48,15 @@ def test_a_call_that_failed(end, kind, words):
     assert bool(session.broken) is (kind is WorkerLostError)
 
 
+def test_a_worker_whose_connection_for_messages_breaks_alone_is_lost():
+    """One of its two connections was cut, and a ping went through the other: that raised a ClusterError of no worker."""
+    session, future = Pings("pong"), torch.futures.Future()
+    future.set_exception(ConnectionError("it closed its end of the socket"))
+    with pytest.raises(WorkerLostError, match="the connection to it broke: it closed its end of the socket;"):
+        session.answer(PendingCall(0, "Command", future))
+    assert session.broken
+
+
 class LostMeanwhile(ControllerConnections):
     """Another thread finds that a worker is lost, while this one waits for it."""
 
