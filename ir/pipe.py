@@ -283,8 +283,8 @@ def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return example.args, example.kwargs
 
 
-def pipe_of(model: nn.Module, request: Request) -> Pipe:
-    """Trace a model, cut it at its marks, or at those that the request places, and compile it as was asked for."""
+def pipe_of(model: Any, request: Request) -> Pipe:
+    """Trace a module or an exported program, cut it at its marks or at those that the request places, and compile it."""
     model = module_of(original_of(model))
     check_model(model)
     with heard(), torch.inference_mode(False):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,10 +16,13 @@ from pippy.ir.pipe import Pipe, pipe_of
 from pippy.ir.request import Request
 from pippy.ir.trace.trace import TracerLike
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 
 @placing_words("pipeline(model, loss_fn)")
 def pipeline(
-    model: nn.Module,
+    model: "nn.Module | ExportedProgram",
     loss_fn: Callable[..., Any] | None = None,
     *,
     multi_use_param_spec: MultiUseParamSpec = None,
@@ -34,6 +37,7 @@ def pipeline(
     memory_limit: int | str | None = None,
     param_scale: float | None = None,
     in_flight: int | None = None,
+    link: str | float | None = None,
     progress: bool | None = None,
 ) -> Pipe:
     """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
@@ -43,7 +47,7 @@ def pipeline(
 
     Args:
         model: any module that torch.fx can trace, marked with `pipe_split()` or `annotate_split_points`; or without a
-            mark, with ``split`` or ``num_stages``.
+            mark, with ``split`` or ``num_stages``. A program of `torch.export.export` is taken, too.
         loss_fn: a module or function of (output, target). The Pipe takes ``target`` as a further argument, returns the
             loss and computes gradients. Without it the Pipe computes what the model returns.
         multi_use_param_spec: what to do with parameters that several stages use: `MultiUseParameterConfig.TRANSMIT`
@@ -69,6 +73,8 @@ def pipeline(
         param_scale: how often a parameter to be trained counts: 4 by default, which is Adam's (with gradient and state).
         in_flight: how many micro-batches a stage holds at a time. By default as many as under 1F1B, which is 1 in the last
             stage and one more in each before it.
+        link: the speed of the link between two workers, as in "10Gbit" or "1.25GB/s", for stages that are alike in time: the
+            time in which a stage takes and sends values then counts, too.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
 
     >>> import torch
@@ -116,7 +122,7 @@ def pipeline(
         example_kwargs=example_kwargs,
         deep_copy_module=deep_copy_module,
     )
-    how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight}
+    how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight, "link": link}
     if split is not None or num_stages is not None:
         cut = Balancer(split, num_stages, request=request, progress=progress, **how)  # type: ignore[arg-type]
         request = replace(request, cut=cut)

@@ -36,20 +36,29 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
     that goes further than the next stage counts at each cut on its way. Inputs do not count, since the controller sends
     them to every stage that uses them. A parameter that is used by name on both sides counts, unless it is replicated.
     """
-    nodes = operations(traced)
-    number, steps = {node: index for index, node in enumerate(nodes)}, [0] * (len(nodes) + 1)
-
-    def add(first: int, last: int, amount: int) -> None:
-        if first < last:
-            steps[first + 1] += amount
-            steps[last + 1] -= amount
-
-    for node in nodes:
-        last = max((number[user] for user in node.users if user in number), default=-1)
-        add(number[node], last, 1 if sizes is None else sizes.get(node, 0))
-    for uses, tensor in travelling_parameters(traced, spec):
-        add(uses[0], uses[-1], 1 if sizes is None else nbytes(tensor))
+    steps = [0] * (len(operations(traced)) + 1)
+    for made, users, size in travelling_values(traced, sizes, spec):
+        steps[made + 1] += size
+        steps[users[-1] + 1] -= size
     return _running_sums(steps[:-1])
+
+
+def travelling_values(
+    traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: MultiUseParamSpec = None
+) -> Iterator[tuple[int, list[int], int]]:
+    """The values that may go to other stages: the operation that makes each, the later ones that use it, and its bytes.
+
+    Without ``sizes``, each counts 1.
+    """
+    nodes = operations(traced)
+    number = {node: index for index, node in enumerate(nodes)}
+    for made, node in enumerate(nodes):
+        users = sorted({number[user] for user in node.users if user in number})
+        if users and users[-1] > made:
+            yield made, users, 1 if sizes is None else sizes.get(node, 0)
+    for uses, tensor in travelling_parameters(traced, spec):
+        if len(uses) > 1:
+            yield uses[0], uses[1:], 1 if sizes is None else nbytes(tensor)
 
 
 def travelling_parameters(traced: Traced, spec: MultiUseParamSpec = None) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -12,17 +12,10 @@ So a value that crosses a cut is kept behind it, and perhaps not at all if both 
 stages are freed when they were sent.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-import numpy as np
-
-Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]  # a number for each run: by its start and its end
-Rectangle = tuple[
-    int, int, int, int, int
-]  # the first and last start of runs, the first and last end, and how much they keep
+from pippy.balance.run_table import Rectangle, RunTable, first_uses, merged_numbers
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Storage:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptBytes:
+class KeptBytes(RunTable):
     """The bytes that each run of units keeps of a micro-batch.
 
     >>> wide = Storage(0, 100, (), (UnitValue(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
@@ -60,19 +53,6 @@ class KeptBytes:
     units: int
     storages: tuple[Storage, ...]
 
-    def of(self, start: int, end: int) -> int:
-        """The bytes that the units from ``start`` to before ``end`` keep."""
-        return sum(
-            amount
-            for first, last, first_end, last_end, amount in self._rectangles
-            if first <= start <= last and first_end <= end <= last_end
-        )
-
-    @cached_property
-    def table(self) -> Table:
-        """The bytes that all runs keep, by their start and their end."""
-        return table_of(self.units, self._rectangles)
-
     def always(self) -> list[int]:
         """The bytes that each unit keeps in whichever stage it is: those of storages that it makes and saves itself."""
         found = [0] * self.units
@@ -83,12 +63,7 @@ class KeptBytes:
 
     def merged(self, edges: Sequence[int]) -> "KeptBytes":
         """The same for larger units: all units between two edges are one."""
-        count = len(edges) - 1
-
-        def unit(number: int) -> int:
-            return number if number < 0 else count if number >= edges[-1] else bisect_right(edges, number) - 1
-
-        return KeptBytes(count, tuple(_renumbered(each, unit) for each in self.storages))
+        return KeptBytes(len(edges) - 1, tuple(_renumbered(each, edges) for each in self.storages))
 
     def without_always(self) -> "KeptBytes":
         """The same without the bytes of `always`."""
@@ -97,11 +72,12 @@ class KeptBytes:
             tuple(replace(each, bytes=0) if each.made in each.saved else each for each in self.storages),
         )
 
-    @cached_property
-    def _rectangles(self) -> list[Rectangle]:
-        return [
-            each for storage in self.storages for each in (*_made_inside(storage, self.units), *_taken(storage.values))
-        ]
+    def rectangles(self) -> Iterator[Rectangle]:
+        """The runs that keep each storage."""
+        for storage in self.storages:
+            yield from _made_inside(storage, self.units)
+            for value in storage.values:
+                yield from runs_that_take(value)
 
 
 def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
@@ -110,47 +86,18 @@ def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
         yield 0, storage.made, storage.saved[0] + 1, units, storage.bytes
 
 
-def _taken(values: Sequence[UnitValue]) -> Iterator[Rectangle]:
-    """The runs that take values which earlier units make."""
-    for value in values:
-        yield from first_uses(value.users, value.bytes, value.made + 1)
+def runs_that_take(value: UnitValue) -> Iterator[Rectangle]:
+    """The runs that take a value which an earlier unit makes."""
+    return first_uses(value.users, value.bytes, value.made + 1)
 
 
-def first_uses(users: Sequence[int], amount: int, start: int = 0) -> Iterator[Rectangle]:
-    """The runs, from ``start`` on, that have one of these units; for each unit, the runs in which it is the first."""
-    for user in users:
-        if user >= start:
-            yield start, user, user + 1, LAST, amount
-            start = user + 1
+def merged_value(value: UnitValue, edges: Sequence[int]) -> UnitValue | None:
+    """The value of larger units; None if no other unit uses it."""
+    (made,), users = merged_numbers([value.made], edges), merged_numbers(value.users, edges)
+    return UnitValue(made, users, value.bytes) if users and users[-1] > made else None
 
 
-LAST = 1 << 60  # any end
-
-
-def table_of(units: int, rectangles: Sequence[Rectangle]) -> Table:
-    """The sum of rectangles for every run: by its start and its end."""
-    size = units + 2
-    rows, columns, amounts = list[int](), list[int](), list[int]()
-    for first, last, first_end, last_end, amount in rectangles:
-        corners = [(first, first_end, amount), (last + 1, first_end, -amount)]
-        if last_end < units:
-            corners += [(first, last_end + 1, -amount), (last + 1, last_end + 1, amount)]
-        for row, column, each in corners:
-            if row < size and column < size:
-                rows.append(row)
-                columns.append(column)
-                amounts.append(each)
-    table = np.zeros((size, size), dtype=np.int64)
-    np.add.at(table, (np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)), amounts)
-    summed: Table = table.cumsum(0).cumsum(1)[: units + 1, : units + 1]
-    return summed
-
-
-def _renumbered(storage: Storage, unit: Callable[[int], int]) -> Storage:
-    values = [replace(each, made=unit(each.made), users=_each_once(each.users, unit)) for each in storage.values]
-    crossing = tuple(each for each in values if each.users and each.users[-1] > each.made)
-    return Storage(unit(storage.made), storage.bytes, _each_once(storage.saved, unit), crossing)
-
-
-def _each_once(numbers: Sequence[int], unit: Callable[[int], int]) -> tuple[int, ...]:
-    return tuple(sorted(set(map(unit, numbers))))
+def _renumbered(storage: Storage, edges: Sequence[int]) -> Storage:
+    (made,), saved = merged_numbers([storage.made], edges), merged_numbers(storage.saved, edges)
+    values = [merged_value(each, edges) for each in storage.values]
+    return Storage(made, storage.bytes, saved, tuple(each for each in values if each is not None))

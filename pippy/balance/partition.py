@@ -12,9 +12,9 @@ another bisection, the heaviest lightest stage; then the latest cuts. Measured c
 cuts within `SLACK` count as alike, and the latest are taken. If it is known that measured costs differ by more, the ceiling is
 raised by that.
 
-The bytes that a stage keeps depend on where it begins and ends, and a larger stage may keep less. Then the allowed starts are
-no window, but any set. Both steps look at all starts that can be reached and that leave no more than the later stages may hold
-(at most stages × units × units).
+The bytes that a stage keeps, and the time in which it takes and sends values, depend on where it begins and ends, and a larger
+stage may have less of them. Then the allowed starts are no window, but any set. Both steps look at all starts that can be
+reached and that leave no more than the later stages may hold (at most stages × units × units).
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ from math import ceil
 
 import numpy as np
 
-from pippy.balance.kept_bytes import KeptBytes, Rectangle, Table, first_uses, table_of
+from pippy.balance.run_table import Rectangle, RunTable, Table, first_uses, table_of
 
 SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
 _FINEST = 0.001  # of the mean: costs that were measured are told apart no finer
@@ -38,7 +38,7 @@ Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 class RunWeight:
     """The weight of a run of units: the sum of their weights, where a tensor of several units counts once.
 
-    The bytes that they keep of a micro-batch depend on where the run begins and ends, and count ``times``. Every run weighs
+    A part that ``varies`` with where the run begins and ends, as the bytes that it keeps, counts ``times``. Every run weighs
     ``besides`` more.
 
     >>> load = RunWeight([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
@@ -48,7 +48,7 @@ class RunWeight:
 
     weights: Sequence[int]
     held: Sequence[Mapping[Hashable, int]] = ()
-    kept: KeptBytes | None = None
+    varies: RunTable | None = None
     times: int = 1
     besides: int = 0
 
@@ -57,8 +57,8 @@ class RunWeight:
         held: dict[Hashable, int] = {}
         for things in self.held[start:end]:
             held.update(things)
-        kept = 0 if self.kept is None else self.kept.of(start, end) * self.times
-        return sum(self.weights[start:end]) + sum(held.values()) + kept + self.besides
+        more = 0 if self.varies is None else self.varies.of(start, end) * self.times
+        return sum(self.weights[start:end]) + sum(held.values()) + more + self.besides
 
     def least_of(self, unit: int) -> int:
         """The least weight of a stage with this unit."""
@@ -66,11 +66,11 @@ class RunWeight:
 
     def once(self) -> int:
         """The weight of tensors of several units, which count once, in a stage of all units."""
-        return replace(self, kept=None).of(0, len(self.weights)) - sum(self.weights)
+        return replace(self, varies=None).of(0, len(self.weights)) - sum(self.weights)
 
     def most(self) -> int:
         """The weight of the heaviest run."""
-        if self.kept is None:
+        if self.varies is None:
             return self.of(0, len(self.weights))
         return int(self.table.max())
 
@@ -80,7 +80,7 @@ class RunWeight:
         count = len(self.weights)
         before = np.array([0, *accumulate(self.weights)], dtype=np.int64)
         table = before[None, :] - before[:, None] + table_of(count, self._held_rectangles()) + self.besides
-        return table if self.kept is None else table + self.kept.table * self.times
+        return table if self.varies is None else table + self.varies.table * self.times
 
     def _held_rectangles(self) -> list[Rectangle]:
         holders = dict[Hashable, tuple[int, list[int]]]()
@@ -92,7 +92,7 @@ class RunWeight:
     def starts(self, ceiling: int) -> list[int]:
         """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none.
 
-        Only where a larger run never weighs less: nothing is kept.
+        Only where a larger run never weighs less: nothing varies.
         """
         ceiling -= self.besides
         if not self.held:
@@ -274,7 +274,7 @@ class _Search:
     def _fixed_starts(self, stage: int) -> list[int]:
         """For each end, the first start that the limits allow; the ceiling does not count here."""
         bounds = [[0] * (self.row.units + 1)]
-        if self.row.limits and self.row.memory[stage].kept is None:
+        if self.row.limits and self.row.memory[stage].varies is None:
             bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
         if self.row.most:
             bounds.append(RunWeight(self.row.layers).starts(self.row.most[stage]))
@@ -284,11 +284,11 @@ class _Search:
         """Stage by stage, where it may start."""
         loads = _different(self.row.costs)
         windows = {
-            load: (load.starts(ceiling), load.last_starts(floor)) if load.kept is None else None for load in loads
+            load: (load.starts(ceiling), load.last_starts(floor)) if load.varies is None else None for load in loads
         }
         for stage, (load, fixed, last) in enumerate(zip(self.row.costs, self.fixed, self.last)):
-            window, tables = windows[load], [] if load.kept is None else [(load.table, floor, ceiling)]
-            if self.row.limits and self.row.memory[stage].kept is not None:
+            window, tables = windows[load], [] if load.varies is None else [(load.table, floor, ceiling)]
+            if self.row.limits and self.row.memory[stage].varies is not None:
                 tables.append((self.row.memory[stage].table, 0, self.row.limits[stage]))
             firsts, lasts = (fixed, last) if window is None else (map(max, window[0], fixed), map(min, window[1], last))
             # an end that leaves more than the stages behind it may hold is none

@@ -9,11 +9,12 @@ from pippy.balance.kept_bytes import KeptBytes
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
-from pippy.balance.report import StageBalance
+from pippy.balance.report import LONGEST_NAME, StageBalance
+from pippy.balance.transfer_times import TransferTimes
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
-from pippy.ir.base.readable import bytes_text
+from pippy.ir.base.readable import bytes_text, shortened
 from pippy.ir.record.traced import Traced
 
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
@@ -35,6 +36,7 @@ class Weighing:
         policy: Policy,
         in_flight: int | None,
         kept: KeptBytes | None = None,
+        transfers: TransferTimes | None = None,
     ) -> None:
         self.traced, self.figures, self.profile, self.policy = traced, figures, profile, policy
         self.count, self.stages = len(figures.nodes), policy.stages
@@ -48,6 +50,7 @@ class Weighing:
         waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
         memory = {each: RunWeight(figures.bytes, figures.held, kept, each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
+        self.transfers = transfers
         self.costs = self._cost_loads()
         timed = profile if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
@@ -61,7 +64,9 @@ class Weighing:
             raise BalanceError("the model has no parameters to balance; split='uniform' counts its operations instead")
         if measure == "parameters":
             return [RunWeight(self.figures.parameters)] * self.stages
-        return [RunWeight(self._times() if measure == "time" else self.layers)] * self.stages
+        if measure == "time":
+            return [RunWeight(self._times(), varies=self.transfers)] * self.stages
+        return [RunWeight(self.layers)] * self.stages
 
     def _times(self) -> list[int]:
         assert self.profile is not None
@@ -132,7 +137,7 @@ class Weighing:
 
     def parameter_bytes(self, cuts: Sequence[int]) -> list[int]:
         """The bytes of the parameters and buffers in the stages of these cuts."""
-        return [replace(load, kept=None).of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
+        return [replace(load, varies=None).of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
 
     def greatest(self, cuts: Sequence[int], peaks: Sequence[int] | None = None) -> int:
         """The bytes of the heaviest stage, at its peak if that is known."""
@@ -233,6 +238,20 @@ class Weighing:
             sends,
             peak,
             self._forward_time(start, end),
+            None if self.transfers is None else self.transfers.of(start, end),
+        )
+
+    def link_note(self, cuts: Sequence[int]) -> str | None:
+        """What the link has changed; None if no speed was given."""
+        if self.transfers is None:
+            return None
+        alone = Weighing(self.traced, self.figures, self.profile, self.policy, None).best_cuts()
+        greatest, without = (max(self.costs[0].of(*run) for run in runs(each, self.count)) for each in (cuts, alone))
+        begins = ", ".join(shortened(self._ends(*run)[0], LONGEST_NAME) for run in runs(alone, self.count)[1:])
+        return f"link {self.transfers.link.text}: " + (
+            f"the cuts that are best without transfers, from {begins}, would take {without / greatest:.2f} times as long"
+            if without > greatest
+            else "the cuts are also the best ones without transfers"
         )
 
     def _forward_time(self, start: int, end: int) -> int | None:
@@ -248,15 +267,15 @@ def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
 
 def _merged(loads: Sequence[RunWeight], edges: Sequence[int]) -> dict[RunWeight, RunWeight]:
     """The loads for the units between these edges."""
-    merged = {load.kept: load.kept.merged(edges) for load in loads if load.kept is not None}
-    apart = {kept: (each.always(), each.without_always()) for kept, each in merged.items()}
+    merged = {load.varies: load.varies.merged(edges) for load in loads if load.varies is not None}
+    apart = {each: (table.always(), table.without_always()) for each, table in merged.items()}
     merged_loads = {}
     for load in dict.fromkeys(loads):
-        weights, kept = _summed(load.weights, edges), load.kept
-        if kept is not None:
-            always, kept = apart[kept]
+        weights, varies = _summed(load.weights, edges), load.varies
+        if varies is not None:
+            always, varies = apart[varies]
             weights = [weight + each * load.times for weight, each in zip(weights, always)]
-        merged_loads[load] = replace(load, weights=weights, held=_held_together(load, edges), kept=kept)
+        merged_loads[load] = replace(load, weights=weights, held=_held_together(load, edges), varies=varies)
     return merged_loads
 
 
