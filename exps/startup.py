@@ -31,7 +31,7 @@ def seconds_to_import() -> float:
 def seconds_to_start(n: int, engine: Literal["local", "ray"] = "local") -> tuple[float, float]:
     """The times until all workers have answered, and until all have ended."""
     began = time.perf_counter()
-    with cluster(n, threads=1, engine=engine) as workers:
+    with cluster(n, threads=1, engine=engine, start_timeout=600.0) as workers:
         workers.dump()
         ready = time.perf_counter()
     return ready - began, time.perf_counter() - ready

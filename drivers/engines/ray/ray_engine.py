@@ -297,7 +297,7 @@ class RayEngine:
         try:
             self._make_ready(guest)
         except Exception as error:  # Ray raises errors of all kinds
-            if self.fixed is None:
+            if self._expects(guest):
                 self._note_failure(guest, error)
             return
         finally:
@@ -305,8 +305,9 @@ class RayEngine:
                 self._waiting.add(guest)
             guest.starts = False
             self._waiting.changed()
-        if self._closed:
+        if self._closed and self._waiting.remove(guest):  # nobody else has seen its connections
             guest.close()
+            return
         with suppress(ValueError):  # its connections are closed
             await_any([guest, guest.over], None)
         guest.over.close()
@@ -322,7 +323,7 @@ class RayEngine:
         ]
         if guest.wrong:
             raise _other_versions(guest.wrong)
-        line = self._answer(guest.actor.open.remote(self.places.is_near(place), self.launch.timeout))
+        line = self._answer(guest, guest.actor.open.remote(self.places.is_near(place), self.launch.timeout))
         guest.ends = self._connected(guest, Invitation.of_line(line))
 
     def _where(self, guest: RayGuest) -> dict[str, Any]:
@@ -338,23 +339,26 @@ class RayEngine:
                 scheduling_strategy=placed, max_restarts=0, **self.launch.options
             )
             guest.actor = actor.remote(guest.name or "spare")
-            if self._closed:  # and this actor was not seen
+            if not self._expects(guest):  # and who has ended it has not seen this actor
                 self.ray.kill(guest.actor)
             try:
-                guest.place = self._answer(guest.actor.where.remote(self.launch.worker, guest.name is None))
+                guest.place = self._answer(guest, guest.actor.where.remote(self.launch.worker, guest.name is None))
                 return guest.place
             except self.ray.exceptions.RayActorError as error:
                 guest.error = self._not_started(guest, error)
-                if error.actor_init_failed or time.monotonic() > until:
+                if error.actor_init_failed or time.monotonic() > until or not self._expects(guest):
                     raise
             time.sleep(_AGAIN)
 
-    def _answer(self, call: Any) -> Any:
-        """What an actor answers. Raises ClusterError if the cluster is closed meanwhile."""
-        while self.fixed is None:
+    def _answer(self, guest: RayGuest, call: Any) -> Any:
+        """What an actor answers. Raises ClusterError if it is ended meanwhile."""
+        while self._expects(guest):
             if self.ray.wait([call], timeout=_LOOKS)[0]:
                 return self.ray.get(call)
-        raise ClusterError(self.fixed)
+        raise ClusterError(f"{guest} was ended")
+
+    def _expects(self, guest: RayGuest) -> bool:
+        return self.fixed is None and guest in self._guests
 
     def _note_failure(self, guest: RayGuest, error: Exception) -> None:
         guest.error = error if isinstance(error, ClusterError) else self._not_started(guest, error)

@@ -220,7 +220,11 @@ def test_a_spare_takes_a_lost_place_and_another_one_is_started(nodes, tmp_path):
         assert run.driver.recover()["step"] == 0
         assert gone([first, second, third]) and third not in pids(workers)
         run.step(0)
-        left = [*pids(workers), *([each.place["pid"] for each in engine._waiting.present()])]
+        (starting,) = engine._guests[1:]
+        engine.launch = dataclasses.replace(engine.launch, spares=0)
+        engine.end([])
+        assert until(lambda: not starting.starts) and engine.spares == 0
+        left = pids(workers)
     assert gone(left)
 
 
