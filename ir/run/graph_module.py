@@ -69,10 +69,16 @@ class PipeGraphModule(fx.GraphModule):
             return super().__call__(*args, **kwargs)
 
     def recompile(self) -> Any:
+        if not self._graph.nodes:  # of `empty_graph_module`: a graph with nodes comes later
+            return None
         if not self._graph.find_nodes(op="call_function", target=end_part):
             return super().recompile()
         with self._graph.on_generate_code(lambda _: partial(with_parts_as_functions, list(self._graph.nodes))):
             return super().recompile()
+
+    def _recompile_submodules(self) -> list[Any]:
+        """torch would generate the code of all stages whenever the top level changes. It is generated when they get their graphs."""
+        return []
 
     def __str__(self) -> str:
         return f"{nn.Module.__repr__(self)}\n\n{readable_code(self)}"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
@@ -36,6 +36,24 @@ def test_a_value_used_twice_is_counted_twice_and_not_four_times():
     first = stage_backward(one * 5, torch.ones(1), [one])[0]
     second = stage_backward(other * 7, torch.ones(1), [other])[0]
     assert stage_backward(y, add_gradients(second, first), [x])[0].item() == 12
+
+
+def test_the_code_of_a_stage_is_generated_once_and_the_top_level_s_once_for_each_pass(monkeypatch):
+    """Also when it arrives elsewhere. Code is most of the time that a large graph module takes."""
+    graphs, generate = [], fx.Graph.python_code
+
+    def noted(graph, *args, **kwargs):
+        graphs.append(graph)
+        return generate(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", noted)
+    pipe = pipeline(UsedThrice(), nn.MSELoss())
+    stages = [stage for _, stage in pipe.stages()]
+    assert [graphs.count(stage.graph) for stage in stages] == [1] * len(stages)
+    assert len(graphs) == len(stages) + 3, "the split, the loss and the backward"
+    graphs.clear()
+    pickle.loads(pickle.dumps(stages[0]))
+    assert len(graphs) == 1
 
 
 def test_a_split_module_called_by_itself_is_refused_rather_than_counted_twice():
