@@ -9,6 +9,7 @@ import pytest
 from packaging.version import Version
 
 import pippy
+from tests.forked_scripts import run_forked
 
 WITHOUT_TORCH = [
     ["--help"],
@@ -38,10 +39,9 @@ for args in {WITHOUT_TORCH!r}:
     except SystemExit:
         pass
     assert "torch" not in sys.modules, args
-import pippy
-print(pippy.Pipe.__name__, "torch" in sys.modules)
+print("done")
 """
-    assert python(code).splitlines()[-1] == "Pipe True"
+    assert python(code).splitlines()[-1] == "done"
 
 
 FIRST = [
@@ -55,25 +55,17 @@ FIRST = [
     "import pippy.errors; assert pippy.errors.MarkError and pippy.errors is __import__('sys').modules['pippy.errors']; "
     "from pippy.errors import TracingError, StepError; from pippy import errors; assert errors.StepError is StepError",
     "from pippy import drivers, ir, cli; assert drivers.__path__ and ir.__path__ and cli.main",
+    "from pippy.cli import main; import pippy; assert pippy.Pipe.__name__ == 'Pipe'",
+    f"import pippy; assert '__version__' in dir(pippy) and pippy.__version__ == {version('pippy-compiler')!r}",
+    # what records graphs takes half a second, which a script without such stages need not wait for
+    "import sys, pippy; pippy.PipelineDriver; assert not {'sympy', 'pippy.ir.halves.joint'} & set(sys.modules)",
 ]
 
 
-def test_names_are_found_whatever_is_imported_first():
+def test_names_are_found_whatever_is_imported_first(tmp_path):
     """Each is tried in a process that has what pippy imports, and nothing of pippy yet."""
-    code = """
-import os, sys, networkx, torch
-for code in sys.argv[1:]:
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            exec(code, {})
-            status = 0
-        finally:
-            os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-    assert python(code, *FIRST, "1 / 0").split() == ["0"] * len(FIRST) + ["1"]
+    ended = run_forked(tmp_path, {f"script_{at}": code for at, code in enumerate([*FIRST, "1 / 0"])})
+    assert [status for status, _ in ended.values()] == [0] * len(FIRST) + [1], ended
 
 
 def test_what_is_not_there_is_an_attribute_error():
@@ -104,21 +96,11 @@ def test_every_error_is_in_one_place():
     assert all(getattr(errors, name) is defined[name] for name in kinds)
 
 
-def test_what_records_graphs_is_imported_when_a_stage_is_recorded():
-    """It takes half a second, which a script without such stages need not wait for."""
-    line = (
-        "import sys, pippy; pippy.PipelineDriver; print('sympy' in sys.modules, 'pippy.ir.halves.joint' in sys.modules)"
-    )
-    assert python(line) == "False False\n"
-
-
 def test_errors_are_imported_without_torch():
     assert python("import sys, pippy.errors; print('torch' in sys.modules)") == "False\n"
 
 
-def test_the_version_is_that_of_the_metadata_and_needs_no_torch():
-    line = "import sys, pippy; assert '__version__' in dir(pippy); print(pippy.__version__)"
-    assert python(line).strip() == version("pippy-compiler")
+def test_the_version_is_found_when_it_is_asked_for_and_needs_no_torch():
     late = "import sys, pippy; before = 'importlib.metadata' in sys.modules; pippy.__version__"
     assert python(f"{late}; print(before, 'importlib.metadata' in sys.modules, 'torch' in sys.modules)") == (
         "False True False\n"

@@ -77,7 +77,7 @@ class PipeGraphModule(fx.GraphModule):
             return super().recompile()
 
     def _recompile_submodules(self) -> list[Any]:
-        """torch would generate the code of all stages whenever the top level changes. It is generated when they get their graphs."""
+        """Whenever the top level changes, torch would generate the code of all stages again. They have it with their graphs."""
         return []
 
     def __str__(self) -> str:
