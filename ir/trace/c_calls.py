@@ -4,10 +4,11 @@ So a check can refuse a call of a C function, a function of the user's can be pr
 function a line calls just now: `isinstance(x, int)` and `torch.relu(x)` both ask `x` for its class, and only one is answered.
 """
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -24,17 +25,19 @@ _OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that 
 class CallWatch:
     """What tells of the calls, in one thread. It can be paused."""
 
-    def __init__(self, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None] | None) -> None:
-        self._check, self._begins, self._before = check, begins, sys.getprofile()
+    def __init__(self, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None]) -> None:
+        self._check, self._begins, self._before, self.is_on = check, begins, sys.getprofile(), False
         self._told = self._on_event if self._before is None else self._on_event_too
         self._calls: list[tuple[FrameType, Any]] = []  # that have not returned
 
     def resume(self) -> None:
+        self.is_on = True
         sys.setprofile(self._told)
 
     def pause(self) -> None:
         """Leave the profiler that was there before."""
         sys.setprofile(self._before)
+        self.is_on = False
 
     def called_by(self, frame: FrameType) -> Any:
         """The C function that a frame calls just now; None if it calls none."""
@@ -42,8 +45,7 @@ class CallWatch:
 
     def _on_event(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "call":
-            if self._begins is not None:
-                self._begins(frame)
+            self._begins(frame)
         elif event == "c_call":
             if isinstance(getattr(function, "__self__", None), _OWNERS):
                 self._check(function, frame)
@@ -75,23 +77,19 @@ def called_by(frame: FrameType) -> Any:
 
 @contextmanager
 def watching_c_calls(
-    check: Callable[[Any, FrameType], None],
-    tracer: fx.Tracer | None = None,
-    begins: Callable[[FrameType], None] | None = None,
+    tracer: fx.Tracer, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None]
 ) -> Iterator[None]:
-    """A context in which ``check(function, frame)`` runs before each call of a C function in this thread, and may raise, and
-    ``begins(frame)`` where a function in Python begins. The watch pauses while ``tracer`` makes a node.
+    """A context in which, while ``tracer`` runs forward, ``check(function, frame)`` runs before each C function, and
+    may raise, and ``begins(frame)`` where a function in Python begins. The watch pauses while ``tracer`` makes a node.
     """
     global _watch
     with _pausing_profiler():
         watch, before = CallWatch(check, begins), _watch
         _watch = watch
-        watch.resume()
         try:
-            with nullcontext() if tracer is None else paused_for_nodes(tracer, watch.pause, watch.resume):
+            with _resumed_in_forward(tracer, watch), _paused_for_nodes(tracer, watch):
                 yield
         finally:
-            watch.pause()
             _watch = before
 
 
@@ -116,16 +114,40 @@ def _pausing_profiler() -> Iterator[None]:
 
 
 @contextmanager
-def paused_for_nodes(tracer: fx.Tracer, pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+def _resumed_in_forward(tracer: fx.Tracer, watch: CallWatch) -> Iterator[None]:
+    """A context in which forward is watched. What torch.fx replaces before it, and puts back, is many calls of its own."""
+    create_args_for_root = tracer.create_args_for_root
+
+    def create_args(*given: Any, **named: Any) -> Any:
+        forward, arguments = create_args_for_root(*given, **named)
+
+        @functools.wraps(forward)
+        def watched(*args: Any) -> Any:
+            watch.resume()
+            try:
+                return forward(*args)
+            finally:
+                watch.pause()
+
+        return watched, arguments
+
+    with replaced(tracer, "create_args_for_root", create_args):
+        yield
+
+
+@contextmanager
+def _paused_for_nodes(tracer: fx.Tracer, watch: CallWatch) -> Iterator[None]:
     """A context in which a watch pauses while ``tracer`` makes a node: most calls are in there, and none is the user's."""
     create_proxy = tracer.create_proxy
 
     def unwatched(*args: Any, **kwargs: Any) -> Any:
-        pause()
+        if not watch.is_on:  # forward has not begun, or a node is made for another
+            return create_proxy(*args, **kwargs)
+        watch.pause()
         try:
             return create_proxy(*args, **kwargs)
         finally:
-            resume()
+            watch.resume()
 
     with replaced(tracer, "create_proxy", unwatched):
         yield

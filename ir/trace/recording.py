@@ -21,7 +21,7 @@ random.random()                         keeps the number                    refu
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -124,8 +124,12 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(refusing_numpys_draws(model))
         stack.enter_context(refusing_to_say_what_runs())
         stack.enter_context(answering_classes())
-        stack.enter_context(watching_c_calls(_check_call, tracer, answer_in))
         yield
+
+
+def watching_calls(tracer: fx.Tracer) -> AbstractContextManager[None]:
+    """A context in which what forward calls is checked and answered. Entered last, it sees least of what is not forward's."""
+    return watching_c_calls(tracer, _check_call, answer_in)
 
 
 def _check_call(function: Any, frame: FrameType) -> None:

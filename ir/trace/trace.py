@@ -47,7 +47,7 @@ from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import tracing
 from pippy.ir.trace.own_tensors import OwnTensors
-from pippy.ir.trace.recording import recording
+from pippy.ir.trace.recording import recording, watching_calls
 from pippy.ir.trace.refusals import raising_refusals, refused
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.restore_attributes import Attributes, restoring_attributes
@@ -270,6 +270,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
             calls.recording(),
             calling_forward(tracer, call) as concrete,
             supposing(tracer, call.supposition, values) as asked,
+            watching_calls(tracer),
         ):
             graph = tracer.trace(model, concrete and dict(concrete))
     except PippyError:

@@ -10,6 +10,7 @@ from torch import nn
 
 from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.base.errors import InputError, PippyError, TracingError
+from pippy.ir.trace.c_calls import CallWatch
 from tests.comparisons import twin
 
 X = torch.randn(6, 4, dtype=torch.float64)
@@ -200,6 +201,19 @@ class Branches(Asserts):
 def test_branches_are_refused_with_the_line_as_ever(kind):
     with pytest.raises(TracingError, match=r"(?s)control flow.*if h.sum\(\) > 0"):
         pipeline(Branches().double(), **kind)
+
+
+def test_only_what_forward_calls_is_watched(monkeypatch):
+    """torch.fx calls a thousand times more before it runs forward."""
+    told, tell = set(), CallWatch._on_event
+
+    def noted(watch, frame, event, function):
+        told.add(frame.f_code.co_name)
+        return tell(watch, frame, event, function)
+
+    monkeypatch.setattr(CallWatch, "_on_event", noted)
+    pipeline(asking(QUESTIONS["dtype"])(), example_args=(X,))
+    assert "forward" in told and not {"collect_tensor_attrs", "create_args_for_root", "revert"} & told
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile does not use sys.setprofile there")
