@@ -11,6 +11,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pippy.ir.base.logs import set_up_logging
+
 if TYPE_CHECKING:
     from pippy.api import *  # noqa: F403 - it has an __all__
     from pippy.api import __all__ as __all__
@@ -54,3 +56,4 @@ def _version() -> str:
 
 
 sys.modules[__name__].__class__ = _Package
+set_up_logging()

@@ -11,6 +11,7 @@ worker its part, once. From then on each step takes one message for each worker.
 What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,8 @@ from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, foll
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.stages_table import table_cells
+
+_log = logging.getLogger(__name__)
 
 
 @placing_words(
@@ -157,6 +160,7 @@ class PipelineDriverBase(ModelOnWorkers):
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
+        _log.info("%r", self)
 
     def _arrange(self, arrangement: Arrangement) -> None:
         """Have what depends on the workers and the schedule. The stages are placed."""

@@ -1,6 +1,7 @@
 """The workers that a controller drives, on an engine. Other files open clusters: those of the engines, and lazy_cluster.py."""
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, Worker
 from pippy.drivers.session.session import Session
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.show.html_table import html_table
+
+_log = logging.getLogger(__name__)
 
 # The thread and the cluster of each `with` block, the innermost last.
 entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
@@ -52,6 +55,8 @@ class Cluster:
         self.profiled: Path | None = None  # the file that a profile of its workers is for
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
         self._finalizer = weakref.finalize(self, _end_unclosed, session, engine)
+        started = ", ".join(f"{each.name} (pid {each.pid} on {each.host})" for each in session.workers)
+        _log.info("%s started: %s", count_with_noun(len(session.workers), "worker"), started)
 
     def close(self) -> None:
         """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
@@ -67,6 +72,7 @@ class Cluster:
         entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
         self._finalizer.detach()
         self.engine.close(self.session.log.lost)
+        _log.info("cluster closed: %s", ", ".join(self.workers))
 
     @property
     def gone(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from pippy.drivers.protocol.log_records import WorkerLogRecord
 from pippy.ir.base.surroundings import Surroundings
 
 ZeroGrad = bool | tuple[int, ...]
@@ -53,7 +54,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AnswerCompiling(Answer):
-    """The answer of a worker that compiles in the background: how many pieces are done, and how many there are."""
+class News:
+    """What a worker tells beside what it was asked: while it compiles, how many pieces are done and how many there are; and
+    what it has logged."""
 
     compiling: tuple[int, int] | None = None
+    records: tuple[WorkerLogRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerTelling(Answer):
+    """The answer of a worker that has something to tell."""
+
+    told: News | None = None

@@ -25,7 +25,7 @@ class AskWays:
 
 @dataclass(frozen=True)
 class Ping:
-    """Urgent: answer, to show that the worker lives: while it compiles, how many pieces are done and how many there are."""
+    """Urgent: answer, to show that the worker lives. The answer is a `News` if the worker has something to tell."""
 
 
 @dataclass(frozen=True)

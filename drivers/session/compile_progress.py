@@ -4,6 +4,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
+from pippy.ir.base.terminals import is_muted, redraws
+
 _LONGEST = 78
 
 
@@ -39,7 +41,7 @@ class CompileProgress:
 
     def _write(self) -> None:
         stream = self.stream or sys.stderr
-        if stream is not None and stream.isatty():
+        if redraws(stream) and not is_muted():
             self.shown = True
             stream.write(f"\r{self.line(self.now)}\x1b[K")
             stream.flush()

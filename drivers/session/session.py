@@ -8,6 +8,7 @@ What follows from an event is decided in `CommandLog`; here it is done. ``lock``
 """
 
 import copy
+import logging
 import os
 import threading
 import time
@@ -19,19 +20,21 @@ from typing import Any, TypeVar, cast
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
-from pippy.drivers.protocol.commands import Answer, Failure
+from pippy.drivers.protocol.commands import Answer, Failure, News
 from pippy.drivers.protocol.urgent import AskWays, ComeIn, Connect, Dump, Ping
 from pippy.drivers.session import command_log as actions
 from pippy.drivers.session.call_wait import CallWait
 from pippy.drivers.session.calls import Address, Messages, PendingCall, last_line, outcome, succeeds
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
 from pippy.drivers.session.compile_progress import CompileProgress
+from pippy.drivers.session.worker_logs import log_for_worker
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
 
 Returned = TypeVar("Returned")
+_log = logging.getLogger(__name__)
 _of_this_process = weakref.WeakSet["Session"]()
 
 
@@ -97,9 +100,11 @@ class Session:
         """Ask whether a worker lives."""
         return self._urgent(worker, Ping())
 
-    def heard(self, worker: int, pong: Any) -> None:
-        """Note what a worker has told of its compiling, with an answer to a ping or a command."""
-        self.compiling.show(worker, pong)
+    def heard(self, worker: int, told: News | None) -> None:
+        """Take what a worker has told, with an answer to a ping or a command."""
+        self.compiling.show(worker, None if told is None else told.compiling)
+        if told is not None and told.records:
+            log_for_worker(self.workers[worker].name, self.workers[worker].pid, told.records)
 
     def _urgent(self, worker: int, message: Any) -> PendingCall:
         pickled = pickle_message(message)
@@ -297,7 +302,7 @@ class Session:
         for call in self.completed(calls, left, lambda: oldest.done):
             if oldest.unclaimed.pop(call.worker, None) is not None:
                 answer = _answer(call)
-                self.heard(call.worker, getattr(answer, "compiling", None))
+                self.heard(call.worker, getattr(answer, "told", None))
                 with self.lock:
                     self._do(self.log.answered(oldest, call.worker, answer))
         if not oldest.done:
@@ -406,6 +411,8 @@ class Session:
         address = self.workers[worker]
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how, self.recovery_advice)
+        if self.broken is None:
+            _log.warning("worker %r (pid %d on %s) is lost: %s", address.name, address.pid, address.host, how)
         with uninterrupted(), self.lock:
             self._do(self.log.lose(worker, error))
             self._wake()

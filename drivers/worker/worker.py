@@ -1,10 +1,12 @@
 """A worker: it runs the controller's commands in order, on one thread, and answers each of them."""
 
 import gc
+import logging
 import os
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
-from pippy.drivers.protocol.commands import Answer, AnswerCompiling, Command, Failure
+from pippy.drivers.protocol.commands import Answer, AnswerTelling, Command, Failure, News
 from pippy.drivers.protocol.generation import Generate
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
 from pippy.drivers.protocol.steps import Step
@@ -22,9 +24,12 @@ from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun
 from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.measure.named_work import named_command
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
+
+_log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -38,14 +43,17 @@ class Worker:
         self.to_clean_up: deque[GiveUp] = deque()  # commands that were given up; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
+        self.log = LogHandler()
 
     def run(self) -> None:
         """Run commands until the queue of messages ends."""
-        try:
-            self._run()
-        finally:
-            for driver in list(self.drivers):
-                self._forget(driver)
+        shared = self.context.shares_process  # then records reach the script's handlers by themselves
+        with nullcontext() if shared else self.log.of_this_process(self.context.log_level):
+            try:
+                self._run()
+            finally:
+                for driver in list(self.drivers):
+                    self._forget(driver)
 
     def _run(self) -> None:
         messages, transport = self.context.messages, self.context.transport
@@ -68,8 +76,8 @@ class Worker:
             return Answer(failure=Failure("given up", ""))
         self.command = command
         try:
-            value, compiling = self._obey(command), self.compiling()
-            return Answer(value) if compiling is None else AnswerCompiling(value, compiling=compiling)
+            value, told = self._obey(command), self.tell()
+            return Answer(value) if told is None else AnswerTelling(value, told=told)
         except Interrupted:
             failure = Failure("given up", "")
         except PeerLost as error:
@@ -99,8 +107,13 @@ class Worker:
             state = self.drivers.get(message.driver)
             return state.writer.ask() if state else Failure("the worker has dropped the driver", "")
         elif isinstance(message, Ping):
-            return self.compiling()
+            return self.tell()
         return None
+
+    def tell(self) -> News | None:
+        """What an answer takes along."""
+        compiling, records = self.compiling(), self.log.take()
+        return None if compiling is None and not records else News(compiling, records)
 
     def compiling(self) -> tuple[int, int] | None:
         """While it compiles pieces of stages: how many are done, and how many there are."""
@@ -169,6 +182,7 @@ class Worker:
             self.context.shares_process,
         )
         self.drivers[driver].kept.kept = kept
+        _log.debug("holds stages of driver %d", driver)
 
     def _drop(self, drivers: Sequence[int]) -> None:
         """Drop what belongs to these drivers."""

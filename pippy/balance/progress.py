@@ -3,6 +3,8 @@
 import sys
 from typing import TextIO
 
+from pippy.ir.base.terminals import is_muted, redraws
+
 _LONGEST = 70
 
 
@@ -19,9 +21,9 @@ class ProfileProgress:
 
     def __init__(self, steps: int, shown: bool | None = None, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
-        terminal = self.stream is not None and self.stream.isatty()
+        terminal = redraws(self.stream)
         self.steps, self.done, self.terminal = steps, 0, terminal
-        self.shown = terminal if shown is None else shown and self.stream is not None
+        self.shown = (terminal if shown is None else shown and self.stream is not None) and not is_muted()
 
     def step(self, name: str) -> None:
         """The step ``name`` begins."""

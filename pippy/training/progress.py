@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from pippy.ir.base.terminals import is_muted, redraws
 from pippy.training.result import StepReport
 
 _PAUSE = 10.0  # seconds between two lines
@@ -107,10 +108,10 @@ def progress_of(wanted: bool, total: int | None, done: int) -> TrainingProgress:
     >>> type(progress_of(False, 10, 0)).__name__
     'TrainingProgress'
     """
-    if not wanted:
+    if not wanted or is_muted() or sys.stderr is None:
         return TrainingProgress(total, done)
-    if sys.stderr is None or not (sys.stderr.isatty() or _in_notebook()):
-        return Lines(total, done) if sys.stderr is not None else TrainingProgress(total, done)
+    if not (redraws(sys.stderr) or _in_notebook()):
+        return Lines(total, done)
     try:
         from tqdm.auto import tqdm
     except ImportError:

@@ -1,13 +1,17 @@
 """A worker that runs scripted commands, for tests of the cluster without drivers."""
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
+from pippy.drivers.protocol.commands import News
 from pippy.drivers.protocol.urgent import Dump, GiveUp, Ping
+from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.worker_context import WorkerContext
 
 
@@ -19,8 +23,14 @@ class Worker:
         self.log: list[Any] = []
         self.now = "waits for a message"
         self.begun, self.released = threading.Event(), threading.Event()
+        self.records = LogHandler()
 
     def run(self) -> None:
+        of_this = nullcontext if self.context.shares_process else self.records.of_this_process
+        with of_this(self.context.log_level):
+            self.run_commands()
+
+    def run_commands(self) -> None:
         while True:
             self.context.transport.wait_for(self.context.messages.fileno())
             message, reply = self.context.messages.get()
@@ -30,7 +40,9 @@ class Worker:
             reply(answer)
 
     def urgent(self, message: Any) -> Any:
-        if isinstance(message, (Ping, GiveUp)):
+        if isinstance(message, Ping):
+            return News(records=self.records.take())
+        if isinstance(message, GiveUp):
             return None
         return self.now if isinstance(message, Dump) else self.do(*message)
 
@@ -51,6 +63,9 @@ class Worker:
 
     def noted(self) -> list[Any]:
         return self.log
+
+    def tell(self, level: int, text: str) -> None:
+        logging.getLogger("pippy.scripted").log(level, text)
 
     def compute(self, seconds: float) -> float:
         """Busy in Python, as a stage may be."""

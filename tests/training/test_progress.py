@@ -2,12 +2,17 @@
 
 import builtins
 import io
+import os
 import sys
+import termios
 import threading
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import pytest
 
+from pippy.balance.progress import ProfileProgress
+from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.training import progress
 from pippy.training.progress import Bar, Lines, TrainingProgress, progress_of
 from pippy.training.result import StepReport
@@ -81,6 +86,54 @@ def test_tqdm_is_not_needed(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert isinstance(progress_of(True, 3, 0), Lines)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """What a training, compiling and measuring show of themselves on a terminal."""
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, 80))
+    with open(its, "w") as terminal:
+
+        def shown():
+            with redirect_stderr(terminal):
+                training = progress_of(True, 3, 0)
+                training.show(report(3))
+                training.end()
+                compiling = CompileProgress(["worker0"])
+                compiling.show(0, (0, 1))
+                compiling.end()
+                measuring = ProfileProgress(1)
+                measuring.step("0")
+                measuring.end()
+            terminal.write("the end")
+            terminal.flush()
+            text = ""
+            while not text.endswith("the end"):
+                text += os.read(ours, 1 << 16).decode()
+            return text.removesuffix("the end")
+
+        yield shown
+    os.close(ours)
+
+
+def test_a_terminal_shows_lines_that_change(screen):
+    text = screen()
+    assert "3/3 [" in text and "\rcompiling: worker0 0/1\x1b[K" in text and "\rprofiling 1/1: 0\x1b[K" in text
+
+
+def test_a_dumb_terminal_gets_plain_lines_alone(screen, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    text = screen()
+    assert text.startswith("step 3/3: loss 0.5, ") and text.count("\n") == 1 and text.endswith("\r\n")
+    assert "\x1b" not in text
+
+
+def test_tqdm_disable_leaves_all_of_it_out(screen, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert screen() == ""
 
 
 @pytest.mark.parametrize("stderr, wanted", [(None, True), (Terminal(), False)])

@@ -1,5 +1,6 @@
 """The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from pippy.ir.base.readable import count_with_noun
 from pippy.ir.pipe import Pipe
 
 _FORWARD = "forward only"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ class DriverPrograms:
         _check_limit(out_of_order, lowered.program)
         self.commands.call(self.placed.programs(number, lowered, single_loss, out_of_order))
         self.sent[chunks, name] = SentProgram(number, lowered, single_loss, out_of_order)
+        _log.debug("program for %s sent: %r", name, lowered.program)
         return self.sent[chunks, name]
 
 

@@ -31,7 +31,8 @@ from pippy.drivers.worker.worker_context import WorkerContext
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a worker computes with. ``worker`` is the dotted name of the class that runs.
+    """What a worker computes with. ``worker`` is the dotted name of the class that runs; records of its process are sent to the
+    controller from ``log_level`` on.
 
     >>> RunSettings("package.module:Class", ("a", "b"), "cpu", 1, 5.0, 0.0).threads
     1
@@ -43,6 +44,7 @@ class RunSettings:
     threads: int
     timeout: float
     patience: float
+    log_level: int = 30
 
 
 def place_of_this_process() -> dict[str, Any]:
@@ -76,7 +78,7 @@ class ConnectedWorker:
         self.carrier = WorkerTransport(self.index, pinned=pinned, controller=controller, patience=settings.patience)
         transport, copies = for_device(settings.device, self.carrier)
         place = self.index, settings.names, queue, transport, settings.device, settings.threads
-        self.worker = load(settings.worker)(WorkerContext(*place, copies=copies))
+        self.worker = load(settings.worker)(WorkerContext(*place, copies=copies, log_level=settings.log_level))
         if near:
             threading.Thread(target=self._end_after, args=(urgent,), daemon=True).start()
         else:

@@ -33,6 +33,7 @@ from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs, shared_memory_of
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.readable import count_with_noun
 
 _ENDS_WITHIN = 2.0  # seconds that a worker has to end when it is told to
@@ -288,7 +289,8 @@ class JoinedEngine:
         }
         self._threads |= threads
         patience = self.places.patience(worker, launch.patience, threads)
-        return RunSettings(launch.worker, launch.names, place["device"], threads[worker], launch.timeout, patience)
+        given = launch.worker, launch.names, place["device"], threads[worker], launch.timeout, patience
+        return RunSettings(*given, LOGGER.getEffectiveLevel())
 
     # What is said
 

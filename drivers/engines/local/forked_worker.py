@@ -55,7 +55,8 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
     torch.set_num_threads(config.threads)
     device, messages = config.devices[index], MessageQueue()
     transport, copies = for_device(device, make_transport(config, index, messages), config.near(index))
-    running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads, copies=copies))
+    place = index, config.names, messages, transport, device, config.threads
+    running = worker(WorkerContext(*place, copies=copies, log_level=config.log_level))
     if config.uses_rpc:
         from pippy.drivers.wire.messages import rpc
 

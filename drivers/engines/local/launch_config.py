@@ -22,6 +22,7 @@ class LaunchConfig:
             urgent ones.
         timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
+        log_level: from which level on records of the workers are sent to the controller.
         start: which start of a worker it is: 0, and one more whenever another process takes its place.
 
     >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711, False).rpc_name(0)
@@ -40,6 +41,7 @@ class LaunchConfig:
     sockets: tuple[tuple[int, ...], ...] = ()
     timeout: float = 5.0
     patience: float = 0.0
+    log_level: int = 30
     start: int = 0
 
     def rpc_name(self, index: int) -> str:

@@ -28,6 +28,7 @@ from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.launch_config import LaunchConfig
 from pippy.drivers.engines.local.local_engine import LocalEngine
 from pippy.drivers.wire.messages import rpc
+from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
 
@@ -101,6 +102,7 @@ def local_cluster(
             dies_with_thread=threading.current_thread() is threading.main_thread(),
             timeout=timeout,
             patience=polling_time(patience, crowded=n * threads > len(cores)),
+            log_level=LOGGER.getEffectiveLevel(),
         )
         return _started(config, timeout, start_timeout)
 

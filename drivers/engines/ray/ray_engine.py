@@ -32,6 +32,7 @@ from pippy.drivers.wire.messages.doors import Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.readable import count_with_noun
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
@@ -417,7 +418,8 @@ class RayEngine:
     def _settings(self, worker: int) -> RunSettings:
         launch, device = self.launch, self.places.of[worker]["device"]
         patience = self.places.patience(worker, launch.patience, dict.fromkeys(self.places.of, launch.threads))
-        return RunSettings(launch.worker, launch.names, device, launch.threads, launch.timeout, patience)
+        given = launch.worker, launch.names, device, launch.threads, launch.timeout, patience
+        return RunSettings(*given, LOGGER.getEffectiveLevel())
 
     def _not_started(self, guest: RayGuest, error: Exception) -> ClusterError:
         return ClusterError(

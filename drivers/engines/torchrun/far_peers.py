@@ -1,7 +1,7 @@
 """A worker's connections of TCP to workers of other hosts, one for each that it passes values to or takes them from."""
 
+import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable, Collection
 
@@ -13,12 +13,14 @@ from pippy.drivers.wire.messages.rpc_values import BEYOND
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 
+_log = logging.getLogger(__name__)
+
 
 class FarPeers:
     """Connects worker ``index`` with its ``peers`` of other hosts. ``name`` gives their names for RPC.
 
     ``address`` is the address by which others reach this host; without it there are no connections. ``take`` gets each
-    connection, with the peer's number. Values for a peer that cannot be connected go by RPC, and standard error says why.
+    connection, with the peer's number. Values for a peer that cannot be connected go by RPC, and a warning is logged.
     Neither method takes longer than ``timeout``.
 
     >>> FarPeers(0, str, [1], None, 5.0, print).invite(1)
@@ -55,11 +57,12 @@ class FarPeers:
                 if invitation is not None:
                     self._take(peer, come_in(invitation, self.index, self.within))
             except OSError as error:
-                print(
-                    f"pippy: worker {self.index} passes all values to and from worker {peer} by RPC, which takes longer: "
-                    f"it got no connection of its own with it: {error}",
-                    file=sys.stderr,
-                    flush=True,
+                _log.warning(
+                    "worker %d passes all values to and from worker %d by RPC, which takes longer: it got no connection of its "
+                    "own with it: %s",
+                    self.index,
+                    peer,
+                    error,
                 )
 
     def _take(self, peer: int, end: socket.socket) -> None:

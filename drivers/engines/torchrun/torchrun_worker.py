@@ -26,6 +26,7 @@ from pippy.drivers.wire.messages.urgent import UrgentConnection
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
+from pippy.ir.base.logs import LOGGER
 
 LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
 ASKS_AFTER = 10.0  # seconds, and two timeouts, between looks at whether the controller lives
@@ -89,6 +90,7 @@ class TorchrunWorker:
             threads or torch.get_num_threads(),
             shares_process,
             copies,
+            LOGGER.getEffectiveLevel(),
         )
         self.worker = Worker(context)
         self.index, self.name, self.left = index, names[index], False

@@ -11,6 +11,7 @@ A point is a finished `save`, `load` or `protect`, or the start, as long as no o
 """
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe
+
+_log = logging.getLogger(__name__)
 
 
 class Recovery:
@@ -153,6 +156,8 @@ class Recovery:
             else:
                 values = self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
             commands.unload_left()
+        there = "the start" if point is None else "copies in memory" if isinstance(point, MemoryPoint) else point.path
+        _log.info("recovered: the run goes on from %s", there)
         return values
 
     def _newest_left(self) -> DiskPoint | MemoryPoint | None:

@@ -11,12 +11,15 @@ A worker that was replaced, or is gone, holds nothing. Each driver that had stag
 recovered.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.cluster import Cluster
+
+_log = logging.getLogger(__name__)
 
 
 class NotReplaced(ClusterError):
@@ -84,4 +87,8 @@ def _replace(cluster: Cluster, limit: float | None, wanted: Wanted) -> tuple[int
             if not session.broken:
                 session.mark_lost(min(again or gone), "an earlier attempt to replace it was not finished")
             raise
+        for worker, address in replaced.items():
+            _log.info("worker %r has another process: pid %d on %s", cluster.workers[worker], address.pid, address.host)
+        for worker in gone:
+            _log.info("worker %r is gone: the run goes on without it", cluster.workers[worker])
         return tuple(replaced)

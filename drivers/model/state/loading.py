@@ -8,6 +8,7 @@ If something does not fit, or cannot be read, that is an error before the last l
 """
 
 import copy
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,7 @@ from pippy.ir.base.readable import first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
 
+_log = logging.getLogger(__name__)
 _SHOWN = 8  # names in one line of an error
 
 
@@ -83,6 +85,7 @@ class Loading:
         with first_waits():  # or a part would be loaded, and a part not
             self._put_in_place(contents, tensors, names, unused, optimizers, objects, goes_on)
         self.path = contents.path
+        _log.info("checkpoint loaded: %s", contents.path)
         return LoadedValues(contents.values.get("values", {}), missing, unexpected)
 
     def _takes_random_state(self, contents: Contents, arguments: Mapping[str, Any]) -> bool:

@@ -9,8 +9,10 @@ workers from time to time whether they are done, and does the rest.
 """
 
 import json
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,11 +34,12 @@ from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenSt
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
-from pippy.ir.base.readable import shortened
+from pippy.ir.base.readable import bytes_text, shortened
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState
 
+_log = logging.getLogger(__name__)
 _LONGEST_PAUSE = 1.0  # seconds between two questions
 
 
@@ -216,7 +219,7 @@ class _Work:
         keep: int | None,
         note: Callable[[str], None],
     ) -> None:
-        self.note = note
+        self.note, self.began = note, time.monotonic()
         self.new, self.names, self.objects = new, names, objects
         self.values, self.placed, self.keep = values, placed, keep
         self.held = placed.first_locations(names.tensors)
@@ -274,6 +277,8 @@ class _Work:
             }
         )
         self.note(path)
+        size, seconds = bytes_text(sum(file.bytes for file in files)), time.monotonic() - self.began
+        _log.info("checkpoint written: %s, %s in %.1f s", path, size, seconds)
         if self.keep is not None:
             try:
                 self.new.remove_older(self.keep)

@@ -7,6 +7,8 @@ Random numbers are drawn in front of the compiled code, by the same operations i
 into sums of gradients follow behind it.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -19,10 +21,13 @@ from pippy.drivers.worker.compiled.backend import Code, Compiler, NotCompiled, o
 from pippy.drivers.worker.compiled.compile_process import CompileProcess
 from pippy.drivers.worker.compiled.inductor import backend_of
 from pippy.ir.base.node_notes import FAKE_VALUE
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.halves.adding_up import Parted, without_sums
 from pippy.ir.halves.joint import draws_or_seeds
 from pippy.ir.halves.pieces import Piece, without_draws
 from pippy.ir.halves.quick_code import quick_code
+
+_log = logging.getLogger(__name__)
 
 
 class PieceCompiler:
@@ -33,6 +38,7 @@ class PieceCompiler:
         self.process = backend if isinstance(backend, CompileProcess) else None
         self.made: dict[str, Code | NotCompiled] = {}
         self._progress: tuple[int, int] | None = None
+        self._begun: tuple[float, int] | None = None  # since when it compiles, and how many it had made before
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -53,7 +59,14 @@ class PieceCompiler:
                         found[id(piece)] = code
         finally:
             self._progress = None
-        return [found[id(piece)] for piece in pieces] if len(found) == len({*map(id, pieces)}) else None
+        if len(found) < len({*map(id, pieces)}):
+            return None
+        if self._begun is not None:
+            since, before = self._begun
+            self._begun = None
+            made = count_with_noun(len(self.made) - before, "piece")
+            _log.info("compiled %s of stages in %.1f s", made, time.monotonic() - since)
+        return [found[id(piece)] for piece in pieces]
 
     def _code(self, piece: Piece, wait: bool) -> Code | NotCompiled | None:
         if any(map(draws_or_seeds, piece.module.graph.nodes)):
@@ -72,6 +85,9 @@ class PieceCompiler:
             return piece.module
         key = _key(piece)
         if key not in self.made:
+            if self._begun is None:
+                self._begun = time.monotonic(), len(self.made)
+                _log.info("compiles pieces of stages%s", " in the background" * (self.process is not None))
             try:
                 with one_at_a_time:
                     code = self.backend.compile(piece, key, wait)

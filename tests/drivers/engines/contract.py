@@ -3,10 +3,14 @@
 Under torchrun all of it runs in the script of a job: so these are functions, and each takes a cluster of two such workers.
 """
 
+import logging
+from contextlib import contextmanager
+
 import pytest
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.protocol.urgent import Ping
+from pippy.ir.base.logs import LOGGER
 from tests.drivers.processes import within
 
 
@@ -55,6 +59,39 @@ def one_worker_is_answered_while_another_computes(cluster):
     assert ask(session, 1, "echo", 4) == 4
     session.answer(session.urgent(0, ("release",)))
     session.answer(busy)
+
+
+@contextmanager
+def info_is_logged():
+    """A script whose level was set before its workers start."""
+    before = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(before)
+
+
+def what_workers_log_comes_to_the_script_with_their_names(cluster):
+    """From the level on that the script's logger had as they started. Once, also where a worker is a thread of the script."""
+    taken, handler, session = [], logging.Handler(), cluster.session
+    handler.emit = taken.append
+    LOGGER.addHandler(handler)
+    try:
+        for worker, name in enumerate(cluster.workers):
+            for level in logging.INFO, logging.DEBUG, logging.WARNING:
+                ask(session, worker, "tell", level, f"record of level {level}")
+            session.heard(worker, session.answer(session.ping(worker)))
+            found = [each for each in taken if each.name == "pippy.scripted"]
+            taken.clear()
+            assert [each.threadName for each in found] == [f"pippy {name}"] * 2
+            assert {getattr(each, "worker", name) for each in found} == {name}
+            assert [each.getMessage().removeprefix(f"{name}: ") for each in found] == [
+                "record of level 20",
+                "record of level 30",
+            ]
+    finally:
+        LOGGER.removeHandler(handler)
 
 
 def nobody_has_died(cluster):
@@ -113,6 +150,7 @@ CONTRACT = [
     a_message_shares_nothing_with_the_controller,
     urgent_messages_are_answered_while_a_worker_computes,
     one_worker_is_answered_while_another_computes,
+    what_workers_log_comes_to_the_script_with_their_names,
     nobody_has_died,
     a_worker_is_replaced_or_the_reason_is_given,
     a_worker_is_ended_and_started_again_or_the_reason_is_given,

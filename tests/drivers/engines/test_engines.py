@@ -11,7 +11,7 @@ from pippy.drivers.engines import threads
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from tests.drivers import scripted_worker
-from tests.drivers.engines.contract import keep
+from tests.drivers.engines.contract import info_is_logged, keep
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -31,11 +31,12 @@ def by_processes(**options):
     ids=["threads", "processes", "processes by rpc"],
 )
 def test_an_engine_keeps_the_contract(engine):
-    cluster = engine()
-    try:
-        keep(cluster)
-    finally:
-        cluster.close()
+    with info_is_logged():
+        cluster = engine()
+        try:
+            keep(cluster)
+        finally:
+            cluster.close()
 
 
 RANK = """
@@ -43,11 +44,11 @@ from unittest.mock import patch
 
 from pippy import cluster
 from tests.drivers import scripted_worker
-from tests.drivers.engines.contract import keep
+from tests.drivers.engines.contract import info_is_logged, keep
 
-with patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
+with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
     workers = cluster(names=["a", "b"], **OPTIONS)
-keep(workers)
+    keep(workers)
 open("kept", "w")
 """
 
@@ -58,7 +59,12 @@ def test_ranks_keep_the_contract(quick_clusters, options, tmp_path):
     code = RANK.replace("**OPTIONS", f"**{options!r}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     ranks = [
         quick_clusters.popen(
             [sys.executable, "-c", code],

@@ -21,7 +21,7 @@ from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
 from pippy.drivers.protocol.urgent import ComeIn
 from pippy.drivers.wire.messages.doors import Door, Invitation
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.engines.contract import keep
+from tests.drivers.engines.contract import info_is_logged, keep
 from tests.drivers.interrupted_everywhere import descriptors
 from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
@@ -46,11 +46,13 @@ def test_workers_that_join_keep_the_contract(shells):
     four = [shells.worker(host=host) for host in ("", "b", "c", "d")]
     options = {"join": shells.join, "secret_file": shells.secret_file, "names": ["a", "b"]}
     assert all(each.prints("no cluster answers at") for each in four)
-    workers = joined_cluster(2, _worker="tests.drivers.scripted_worker:Worker", start_timeout=100.0, **options)
+    with info_is_logged():
+        workers = joined_cluster(2, _worker="tests.drivers.scripted_worker:Worker", start_timeout=100.0, **options)
     try:
         assert until(lambda: workers.engine.spares == 2)
         assert workers.routes.groups == ((0,), (1,))
-        keep(workers)
+        with info_is_logged():
+            keep(workers)
     finally:
         workers.close()
     ends = {0: "ends: the cluster was closed", 1: "ends: the cluster had lost it, and goes on without it", 3: ""}

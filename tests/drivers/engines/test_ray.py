@@ -16,7 +16,7 @@ from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines import open_cluster
 from pippy.drivers.engines.ray import ray_engine
 from pippy.drivers.engines.ray.ray_cluster import ray_cluster
-from tests.drivers.engines.contract import keep
+from tests.drivers.engines.contract import info_is_logged, keep
 from tests.drivers.model.recovery.runs import Run
 from tests.drivers.processes import close_open_cluster, until, within
 from tests.drivers.ray_nodes import Nodes, gone, processes_in, ray_folder
@@ -51,11 +51,13 @@ def pids(workers):
 def test_ray_keeps_the_contract(nodes):
     """One worker is here, and one far."""
     options = {"names": ["a", "b"], "threads": 1, "strategy": "STRICT_SPREAD", "address": nodes.address}
-    workers = ray_cluster(2, _worker="tests.drivers.scripted_worker:Worker", **options)
+    with info_is_logged():
+        workers = ray_cluster(2, _worker="tests.drivers.scripted_worker:Worker", **options)
     try:
         assert workers.routes.groups == ((0,), (1,))
         processes = pids(workers)
-        keep(workers)
+        with info_is_logged():
+            keep(workers)
         assert gone([*processes, *pids(workers)]) and not ray.is_initialized()
     finally:
         workers.close()

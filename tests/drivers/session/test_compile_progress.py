@@ -80,9 +80,9 @@ def test_a_step_that_compiles_shows_the_line_and_clears_it(cluster, monkeypatch,
     """The pieces are compiled when both workers have told that they compile."""
     waits, session, told = Waits(tmp_path), cluster.session, set()
 
-    def heard(worker, progress):
-        shown(worker, progress)
-        if progress is not None and worker not in told:
+    def heard(worker, message):
+        shown(worker, message)
+        if message is not None and worker not in told:
             told.add(worker)
             if len(told) == 2:
                 waits.go_on()

@@ -1,0 +1,48 @@
+"""The logger ``pippy``, which the loggers of all files pass their records to, and PIPPY_LOG, which sets its level.
+
+As a library, pippy leaves it to the script what becomes of records. But where PIPPY_LOG is set and the script has no handler,
+they are written to standard error.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+from pippy.ir.base.errors import PippyError
+
+LOGGER = logging.getLogger("pippy")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class ForScriptsWithout(logging.StreamHandler[Any]):
+    """Writes the records of pippy to standard error, if nothing else is there that takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._has_other(record.name) and sys.stderr is not None:
+            self.stream = sys.stderr  # as it is now
+            super().emit(record)
+
+    def _has_other(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(each is not self and not isinstance(each, logging.NullHandler) for each in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+def set_up_logging() -> None:
+    """Do what a library does for its logger, and what PIPPY_LOG says. Raises if that is no level."""
+    LOGGER.addHandler(logging.NullHandler())
+    level = os.environ.get("PIPPY_LOG", "")
+    if not level:
+        return
+    if level.lower() not in _LEVELS:
+        raise PippyError(f"PIPPY_LOG={level}: give one of {', '.join(_LEVELS)}, or unset it")
+    LOGGER.setLevel(level.upper())
+    LOGGER.addHandler(ForScriptsWithout())
