@@ -16,7 +16,7 @@ from pippy.drivers.engines.arguments import worker_names
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.protocol.urgent import GiveUp
+from pippy.drivers.protocol.urgent import GIVE_UP_ALL
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.gpu.accelerator import Accelerator
 from pippy.drivers.wire.gpu.copies import DeviceCopies
@@ -28,7 +28,6 @@ from pippy.drivers.wire.messages.own_messages import OwnMessages
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 
-_EVERYTHING = GiveUp(first=0, last=1 << 62)
 _ENDS_WITHIN = 10.0  # seconds
 
 
@@ -88,7 +87,7 @@ class ThreadEngine:
         """Give up what the workers do, and end their threads. Raises if one goes on computing."""
         contexts, self.contexts = self.contexts, []
         for worker, context in zip(self.workers, contexts):
-            worker.urgent(_EVERYTHING)
+            worker.urgent(GIVE_UP_ALL)
             context.messages.end()
         for thread, context in zip(self._threads, contexts):
             thread.join(_ENDS_WITHIN)

@@ -13,6 +13,9 @@ class GiveUp:
     last: int
 
 
+GIVE_UP_ALL = GiveUp(first=0, last=1 << 62)
+
+
 @dataclass(frozen=True)
 class Dump:
     """Urgent: say what the worker is doing, or waiting for."""

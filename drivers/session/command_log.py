@@ -340,12 +340,16 @@ class CommandLog:
         self.to_replace.add(worker)
         self.lost = self.lost or str(error)
         self.lost_error = self.lost_error if self.broken else error
-        self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"
+        self.breaks(f"this cluster lost a worker and cannot go on ({error})")
         return self.end(error)
+
+    def breaks(self, why: str) -> None:
+        """The cluster cannot be used any more, which all threads see at once. `end` says what follows."""
+        self.broken = self.broken or why
 
     def end(self, error: ClusterError) -> list[Action]:
         """The cluster cannot be used any more: what is under way has failed, and nothing is waited for."""
-        self.broken = self.broken or str(error)
+        self.breaks(str(error))
         self.unanswered.clear()
         return self.told(error)
 

@@ -420,10 +420,10 @@ class Session:
 
     def end(self, why: str) -> None:
         """The cluster cannot be used any more: what is under way fails, in all threads."""
-        self.log.broken = self.log.broken or why  # for a thread that waits for a worker with the lock
+        self.log.breaks(why)  # for a thread that waits for a worker with the lock
         self._wake()
         with uninterrupted(), self.lock:
-            self._do(self.log.end(ClusterError(self.log.broken)))
+            self._do(self.log.end(ClusterError(self.broken)))
             self._wake()
 
     def lost_workers(self) -> set[int]:
@@ -504,7 +504,7 @@ class Session:
 def _end_in_fork() -> None:
     """The sockets of a process and of its fork are the same, and so each would read answers to the other."""
     for session in _of_this_process:
-        session.log.broken = (
+        session.log.breaks(
             f"this cluster belongs to process {os.getppid()}, from which this process was forked; use it there, or "
             "open another cluster here: with cluster(2) as workers: ..."
         )

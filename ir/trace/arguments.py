@@ -309,11 +309,11 @@ def nullable_inputs(model: nn.Module, graph: fx.Graph) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
     placeholders = [node for node in graph.find_nodes(op="placeholder") if str(node.target) in parameters]
     required = [node for node in placeholders if parameters[str(node.target)].default is inspect.Parameter.empty]
-    return [str(node.target) for node in required if not any(_needs_value(user, node) for user in node.users)]
+    return [str(node.target) for node in required if not any(fails_for_none(user, node) for user in node.users)]
 
 
-def _needs_value(user: fx.Node, value: fx.Node) -> bool:
-    """Whether an operation fails if ``value`` is None."""
+def fails_for_none(user: fx.Node, value: fx.Node) -> bool:
+    """Whether an operation fails by itself if ``value`` is None."""
     if not user.args or user.args[0] is not value:
         return False
     home = getattr(user.target, "__module__", None) or ""

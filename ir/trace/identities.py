@@ -28,7 +28,7 @@ from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import tensors
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_not_none
-from pippy.ir.trace.arguments import Call, without_inputs
+from pippy.ir.trace.arguments import Call, fails_for_none, without_inputs
 from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
     CHECKS,
@@ -171,7 +171,9 @@ class Identities:
         return self._differs(Supposition(self.call.supposition.known, nothing=frozenset(names))) is not None
 
     def _may_be_none(self, node: fx.Node) -> bool:
-        is_unknown = self.recorded.values.of(node) is UNKNOWN and not any(map(_rejects_none, node.users, [node] * 99))
+        is_unknown = self.recorded.values.of(node) is UNKNOWN and not any(
+            fails_for_none(user, node) for user in node.users if user.target not in CHECKS
+        )
         return is_unknown and node.op not in ("placeholder", "output", "get_attr") and may_be_none(node, self.root)
 
     def _suppose_attributes(self) -> None:
@@ -196,14 +198,6 @@ class Identities:
         """Whether another trace gives the same graph if nothing else is supposed: not if forward reads a clock."""
         supposition = self.call.supposition
         return _first_difference(self.recorded, self.trace(self.call), supposition) is None
-
-
-def _rejects_none(user: fx.Node, value: fx.Node) -> bool:
-    """Whether an operation fails by itself if ``value`` is None."""
-    if not user.args or user.args[0] is not value or user.target in CHECKS:
-        return False
-    home = getattr(user.target, "__module__", None) or ""
-    return user.op in ("call_method", "call_module") or home.partition(".")[0] in ("torch", "_operator", "builtins", "")
 
 
 def _first_difference(recorded: Any, other: Any, supposition: Supposition) -> fx.Node | None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pippy.drivers.engines.arguments import polling_time
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
@@ -49,6 +51,11 @@ class WorkerPlaces:
         groups = (tuple(at for at, its in memory.items() if its == each) for each in dict.fromkeys(memory.values()))
         hosts = tuple(self.of[at]["host"] if at in self.of else "" for at in range(len(self.names)))
         return Routes(self.names, hosts, tuple(groups))
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the workers."""
+        return torch.device(self.of[0]["device"]).type
 
     def address(self, worker: int) -> Address:
         """Where a worker is."""

@@ -3,8 +3,6 @@
 import os
 from collections.abc import Sequence
 
-import torch
-
 from pippy.drivers.engines.arguments import check_seconds, polling_time, worker_names
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster
@@ -35,8 +33,7 @@ def joined_cluster(
     engine = JoinedEngine(JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience))
     try:
         session = start(engine, timeout, start_timeout)
-        device_type = torch.device(engine.places.of[0]["device"]).type
-        return note_opened_cluster(Cluster(names, session, engine, device_type), by_rpc=False)
+        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
     except BaseException as error:
         engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
         raise

@@ -77,8 +77,7 @@ def ray_cluster(
         raise
     try:
         session = start(engine, timeout, start_timeout)
-        device_type = torch.device(engine.places.of[0]["device"]).type
-        return note_opened_cluster(Cluster(names, session, engine, device_type), by_rpc=False)
+        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
     except BaseException:
         engine.close()
         raise

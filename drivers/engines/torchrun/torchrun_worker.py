@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from pippy.drivers.engines.local.launch_config import CONTROLLER
 from pippy.drivers.engines.torchrun.far_peers import FarPeers
-from pippy.drivers.protocol.urgent import Connect, GiveUp, Invite, Ping
+from pippy.drivers.protocol.urgent import GIVE_UP_ALL, Connect, Invite, Ping
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
@@ -31,7 +31,6 @@ from pippy.ir.base.logs import LOGGER
 LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
 ASKS_AFTER = 10.0  # seconds, and two timeouts, between looks at whether the controller lives
 _AGAIN = 0.2  # seconds from a ping that failed to the next
-EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class TorchrunWorker:
     def end(self) -> None:
         """Give up the current command and let ``run`` return. Waits up to a second for a thread that `start` has started."""
         self.values.end()
-        self.worker.urgent(EVERYTHING)
+        self.worker.urgent(GIVE_UP_ALL)
         self.messages.end()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(1.0)
