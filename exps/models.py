@@ -35,7 +35,15 @@ from typing import Any
 import torch
 
 from exps.tried_models import hugging_face as hugging_face_models
-from exps.tried_models import installed_vision, meta_llama, more_hugging_face, sequences, various, vision
+from exps.tried_models import (
+    installed_vision,
+    meta_llama,
+    more_hugging_face,
+    residual_streams,
+    sequences,
+    various,
+    vision,
+)
 from exps.tried_models.candidate import Candidate, rows_of
 from exps.tried_models.comparison import compare_step, cut, plain_step
 from pippy import Pipe
@@ -66,7 +74,8 @@ def hugging_face() -> dict[str, Candidate]:
 
 def written_by_hand() -> dict[str, Candidate]:
     """Our own."""
-    return sequences.candidates() | meta_llama.candidates() | vision.candidates() | various.candidates()
+    kinds = sequences, meta_llama, vision, various, residual_streams
+    return {name: each for kind in kinds for name, each in kind.candidates().items()}
 
 
 def torchvision() -> dict[str, Candidate]:

@@ -45,10 +45,10 @@ def edge_bytes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def sent_bytes(program: Program, sizes: Mapping[str, int]) -> dict[tuple[int, int], int]:
-    """The bytes that one micro-batch sends, from each worker to each other: a value crosses once to each."""
+    """The bytes that one micro-batch sends, from each worker to each other: values and sums cross once to each."""
     worker_of, bytes_of = program.placement.worker_of, edge_bytes(program, sizes)
     found: dict[tuple[int, int], int] = {}
-    for edge in program.flow:
+    for edge in (each for each in program.flow if each.value not in program.sum_of):
         source = worker_of[edge.source.stage]
         for target in {worker_of[each.stage] for each in edge.targets} - {source}:
             found[source, target] = found.get((source, target), 0) + bytes_of[edge.value]
