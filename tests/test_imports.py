@@ -29,6 +29,24 @@ def python(code, *args):
     return done.stdout
 
 
+def modules_added_by(statement):
+    """The modules that a statement imports where torch is imported already."""
+    return python(f"import sys, torch; was = {{*sys.modules}}\n{statement}\nprint(*({{*sys.modules}} - was))").split()
+
+
+def test_import_pippy_adds_next_to_nothing_to_the_import_of_torch():
+    assert modules_added_by("import pippy") == ["pippy"]
+
+
+def test_the_public_names_need_little_beside_torch():
+    """What they import is counted: time depends on the machine. `python exps/startup.py --imports` measures it."""
+    modules = modules_added_by("from pippy import *")
+    packages = {each.partition(".")[0] for each in modules}
+    assert packages - {"pippy", *sys.stdlib_module_names} == {"torch", "cloudpickle"}
+    assert len([each for each in modules if each.startswith("torch.")]) <= 10
+    assert len([each for each in modules if not each.startswith(("pippy.", "torch.", "cloudpickle"))]) <= 40
+
+
 def test_help_and_schedules_need_no_torch():
     code = f"""
 import sys

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -71,6 +70,8 @@ def smallest_cut(
     is ``here`` is computed before the cut; it may be computed again behind it if it ``repeats``. All that is not here is
     computed behind the cut. What would be computed before the cut ``only_for_it`` is kept only if that takes fewer bytes.
     """
+    import networkx as nx  # slow to import, and only needed here
+
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     seen: set[fx.Node] = set()

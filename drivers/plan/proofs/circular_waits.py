@@ -1,8 +1,7 @@
 """Checks that sends and receives pair up in the order of their channels, and that no worker waits forever."""
 
 from collections import Counter
-
-import networkx
+from collections.abc import Iterator, Mapping
 
 from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.program import Program
@@ -20,13 +19,25 @@ def check_waits(program: Program | ExchangeProgram, buffer: int | None, faults: 
         waits = transfers.waits(buffer)
     run = DryRun(program, waits)
     stuck = run.stuck()
-    circles = networkx.DiGraph()  # which drops Ctrl-C where it is given edges
-    circles.add_edges_from((worker, awaited[0]) for worker, awaited in stuck.items())
-    for knot in networkx.strongly_connected_components(circles):
-        within = circles.subgraph(knot)
-        if within.number_of_edges():
-            workers = [worker for worker, _ in networkx.find_cycle(within)]
-            draw_circle(program, workers, run.positions, stuck, faults)
+    for workers in circles({worker: awaited for worker, (awaited, _) in stuck.items()}):
+        draw_circle(program, workers, run.positions, stuck, faults)
+
+
+def circles(waits: Mapping[int, int]) -> Iterator[list[int]]:
+    """The circles of workers, of which each waits for one other.
+
+    >>> list(circles({0: 1, 1: 2, 2: 1, 3: 0, 4: 4, 5: 6}))
+    [[1, 2], [4]]
+    """
+    seen = set[int]()
+    for worker in waits:
+        way: list[int] = []
+        while worker in waits and worker not in seen:
+            seen.add(worker)
+            way.append(worker)
+            worker = waits[worker]
+        if worker in way:
+            yield way[way.index(worker) :]
 
 
 def draw_circle(
