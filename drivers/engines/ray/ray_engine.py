@@ -81,7 +81,8 @@ class RayLaunch:
 
     def __str__(self) -> str:
         spares = f" and {count_with_noun(self.spares, 'spare')}" * bool(self.spares)
-        return f"{len(self.names)} workers{spares} with {_counts(self.bundle)} each, strategy {self.strategy!r}"
+        workers = count_with_noun(len(self.names), "worker")
+        return f"{workers}{spares} with {_counts(self.bundle)} each, strategy {self.strategy!r}"
 
 
 class RayGuest:

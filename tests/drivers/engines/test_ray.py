@@ -141,13 +141,21 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
 def test_a_placement_that_cannot_be_met_says_what_is_asked_and_what_there_is(nodes):
     with within(4), pytest.raises(ClusterError) as refused:
         cluster(
-            2, engine="ray", address=nodes.address, resources={"here": 1.5}, strategy="STRICT_PACK", start_timeout=1
+            1,
+            engine="ray",
+            address=nodes.address,
+            resources={"here": 1.5},
+            spares=1,
+            strategy="STRICT_PACK",
+            start_timeout=1,
         )
     said = str(refused.value)
     assert said.startswith(
-        "Ray did not start the workers within 1 s. Asked for: 2 workers with CPU 1, here 1.5 each, strategy 'STRICT_PACK'. "
+        "Ray did not start the workers within 1 s. Asked for: "
+        "1 worker and 1 spare with CPU 1, here 1.5 each, strategy 'STRICT_PACK'. "
         "The cluster has 2 nodes: "
     )
+    assert "Give fewer workers or spares, smaller resources=" in said
     assert (
         "CPU 2, here 2, run 1" in said
         and "CPU 2, far 2, run 2" in said
