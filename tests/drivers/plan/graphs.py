@@ -38,6 +38,6 @@ def added_of(edges: list[Edge], rng: random.Random) -> list[tuple[str, ...]]:
     given = [[edge.value for edge in edges if edge.source.phase == "B" and edge.targets == taker] for taker in takers]
     for values in given:
         rng.shuffle(values)
-    return [
-        tuple(values[: len(values) - rng.randrange(2)]) for values in given if len(values) > 2 and rng.random() < 0.8
-    ]
+        if len(values) > 2:
+            del values[: rng.randrange(2)]
+    return [tuple(values) for values in given if len(values) > 1 and rng.random() < 0.8]
