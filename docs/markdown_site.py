@@ -5,8 +5,12 @@ index.md        its lists of links are the table of contents: each list under a 
 ```text         directly after ```python it is what the code prints, and looks so
 `Pipe.verify`   inline code that is the name of something in the reference leads there
 docstrings      what a module's docstring sets in by four spaces is a drawing
+signatures      parameters that begin with an underscore are nobody's to give, and are left out
+search          results have excerpts also where the site is opened from disk, where a page cannot read another
 """
 
+import ast
+import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +38,16 @@ _PICTURE = re.compile(
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)">\s*</picture>'
 )
 _ERROR = re.compile(r"^(\w+(Error|Warning)|PeerLost): ", re.MULTILINE)
+_TEXTS = "page_texts.js"
+_READ_TEXTS = """const pageTexts = %s;
+if (location.protocol === "file:")
+  window.fetch = async (url) => {
+    const main = document.createElement("main");
+    main.setAttribute("role", "main");
+    main.textContent = pageTexts[url.replace(/^\\.\\//, "")] ?? "";
+    return { text: async () => main.outerHTML };
+  };
+"""
 _SECTION = re.compile(r"^## (?P<heading>.*)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]*)\]\((?P<link>[^)#]*)\)", re.MULTILINE)
 
@@ -188,6 +202,61 @@ def with_drawings(lines: Sequence[str]) -> list[str]:
     return made
 
 
+def _signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    return None if signature is None else (without_private(signature), returns)
+
+
+def without_private(signature: str) -> str:
+    """A signature without the parameters that begin with an underscore.
+
+    >>> without_private("(n: int, *, names: list[str] = [], _worker: str = 'a b')")
+    '(n: int, *, names: list[str]=[])'
+    >>> without_private("(x, *, _y=1)"), without_private("(value=<object>)")
+    ('(x)', '(value=<object>)')
+    """
+    if "_" not in signature:
+        return signature
+    try:
+        (made,) = ast.parse(f"def made{signature}: pass").body
+    except SyntaxError:  # a default without a text that can be read again
+        return signature
+    assert isinstance(made, ast.FunctionDef)
+    given = made.args
+    kept = [at for at, each in enumerate(given.kwonlyargs) if not each.arg.startswith("_")]
+    if len(kept) == len(given.kwonlyargs):
+        return signature
+    given.kwonlyargs, given.kw_defaults = [given.kwonlyargs[at] for at in kept], [given.kw_defaults[at] for at in kept]
+    return f"({ast.unparse(given)})"
+
+
+def _texts_for_search(app: Sphinx, pagename: str, templatename: str, context: Any, doctree: Any) -> None:
+    if pagename == "search":
+        app.add_js_file(_TEXTS)
+
+
+def _write_texts(app: Sphinx, error: Exception | None) -> None:
+    """Write the text of each page into a script: a browser lets a page that is a file read no other file."""
+    if error is not None or app.builder.format != "html":
+        return
+    names = [f"{name}.html" for name in sorted(app.env.found_docs)]
+    texts = {name: page_text((app.outdir / name).read_text(encoding="utf-8")) for name in names}
+    script = _READ_TEXTS % json.dumps(texts, ensure_ascii=False)
+    (app.outdir / "_static" / _TEXTS).write_text(script, encoding="utf-8")
+
+
+def page_text(page: str) -> str:
+    """The text of a page's article.
+
+    >>> page_text('<nav>Next</nav><article role="main"><h1>A <b>step</b><a class="headerlink">¶</a></h1> 1 &lt; 2</article>')
+    'A step 1 < 2'
+    """
+    article = re.search(r'<article[^>]*role="main".*?</article>', page, re.DOTALL)
+    text = re.sub(r'<a class="headerlink".*?</a>|<[^>]*>', "", article[0] if article else "", flags=re.DOTALL)
+    return html.unescape(" ".join(text.split()))
+
+
 def with_pictures(text: str) -> str:
     """A page whose ``<picture>`` is two pictures, for light and for dark pages: Sphinx does not look into HTML.
 
@@ -213,4 +282,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _read)
     app.connect("missing-reference", _missing)
     app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("html-page-context", _texts_for_search)
+    app.connect("build-finished", _write_texts)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

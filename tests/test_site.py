@@ -17,6 +17,7 @@ import pippy
 from docs import markdown_site, source_pages
 from pippy import errors
 from pippy.drivers import plan as schedules
+from tests.drivers.report.browser import needs_browser, opened
 from tests.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,3 +127,15 @@ def test_the_reference_leads_to_the_line_of_each_name(site):
     ).groups()
     shown = (ROOT / f"{file}.py").read_text().splitlines()[int(line) - 1]
     assert (file, shown) == ("pippy/pipeline", "def pipeline(")
+
+
+def test_private_parameters_are_not_in_the_reference(site):
+    page = unescape(re.sub(r"<[^>]*>", "", (site / "docs/reference/workers.html").read_text()))
+    assert "local_cluster(" in page
+    assert "_worker:" not in page
+
+
+@needs_browser
+def test_a_search_shows_excerpts_where_the_site_is_opened_from_disk(site, tmp_path):
+    shown, _ = opened(site / "search.html", "", "?q=microbatches", profile=tmp_path)
+    assert len(re.findall(r'<p class="context">[^<]*\S', shown)) > 3
