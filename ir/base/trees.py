@@ -10,7 +10,7 @@ gradients, for every kind of container. The gradient of a constant is None.
     dataclass                               a leaf                  a container
     subclass of dict, list or tuple         a leaf                  a container
     any other Mapping                       a leaf                  a container
-    torch.Size                              a container             a leaf
+    torch.Size, GradientEdge                a container             a leaf
 
 A container that is taken for a leaf gets no gradients. Each value that goes from stage to stage passes through `map_leaves`,
 which is two to five times as fast as `tree_map`.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree
 
 from pippy.ir.base.brief import brief
@@ -34,7 +35,7 @@ def children(value: Any) -> Sequence[Any] | None:
     >>> children({"a": 1, "b": (2, 3)})
     [1, (2, 3)]
     """
-    if isinstance(value, (torch.Tensor, torch.Size)) or value is None:
+    if isinstance(value, (torch.Tensor, torch.Size, GradientEdge)) or value is None:
         return None
     if isinstance(value, (tuple, list)):
         return value

@@ -1,5 +1,6 @@
 """`stage_backward`, which the backward nodes of a Pipe's graph call, and the sums of its gradients."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,29 +17,43 @@ from pippy.ir.base.trees import children, describe, map_tensors, tensors
 SEED = 1.0
 
 
-class OutputEdge:
-    """What the backward of a stage needs of an output: the ``edge`` of autograd's graph that its gradient goes to, or None.
+class OutputEdge(GradientEdge):
+    """What the backward of a stage needs of an output: the edge of autograd's graph that its gradient goes to.
 
     It does not hold the output, whose memory is freed as soon as nothing else needs it. For a message it reads like the output.
     """
 
-    __slots__ = ("device", "dtype", "edge", "requires_grad", "shape")
+    __slots__ = ()
+    requires_grad = True
+
+    @property
+    def like(self) -> Any:
+        """What autograd knows of the output: its shape, dtype and device."""
+        return self.node._input_metadata[self.output_nr]
+
+    def __repr__(self) -> str:
+        return _shown(self.like)
+
+
+class NoEdge:
+    """Stands for an output that no gradient goes to."""
+
+    __slots__ = ("device", "dtype", "shape")
+    requires_grad = False
 
     def __init__(self, output: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = output.shape, output.dtype, output.device
-        made_by = output.grad_fn
-        self.requires_grad = made_by is not None
-        if made_by is None or isinstance(made_by, torch._C._FunctionBase):  # a custom function
-            self.edge = get_gradient_edge(output) if output.requires_grad else None
-        else:  # most often: what torch's function does then, which takes twice as long
-            self.edge = GradientEdge(made_by, output.output_nr)
 
     def __repr__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return _shown(self)
+
+
+def _shown(output: Any) -> str:
+    return f"{str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
 
 
 def edges_of(outputs: Any) -> Any:
-    """The outputs of a stage with an `OutputEdge` in place of each tensor.
+    """The outputs of a stage with an `OutputEdge` in place of each tensor, or a `NoEdge`.
 
     Numbers stay, and leaves, which autograd's graph holds itself, and tensors that are sparse or of classes of their own.
 
@@ -55,7 +70,13 @@ def edges_of(outputs: Any) -> Any:
 def _edge_of(output: torch.Tensor) -> Any:
     if output.dim() == 0 or output.layout is not torch.strided or type(output) not in (torch.Tensor, FakeTensor):
         return output  # a number, most often: an edge takes longer to make, and more memory
-    return output if output.is_leaf and output.requires_grad else OutputEdge(output)
+    made_by = output.grad_fn
+    if made_by is None:
+        return output if output.requires_grad else NoEdge(output)
+    if isinstance(made_by, _CUSTOM):
+        return OutputEdge._make(get_gradient_edge(output))
+    # most often: what torch's function does then, which takes three times as long
+    return tuple.__new__(OutputEdge, (made_by, output.output_nr, None))
 
 
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
@@ -72,15 +93,13 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     _check_leaves(input_values)
     pairs = list(gradient_pairs(stage_output, output_grads))
     if pairs:
-        roots, gradients = zip(*pairs)
-        roots = tuple([each.edge if type(each) is OutputEdge else each for each in roots])
         # torch.autograd.backward calls this after checks that take as long again.
-        Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
+        Variable._execution_engine.run_backward(*zip(*pairs), False, False, (), True, True)
     return tuple([_gradient(value) for value in input_values])
 
 
 def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each tensor or `OutputEdge` inside ``output`` that has a gradient, and that gradient."""
+    """Each tensor inside ``output`` that has a gradient, or its edge, and that gradient."""
     if gradient is None:
         return
     if isinstance(gradient, float):
@@ -119,17 +138,19 @@ def weighted(output_grads: Any, weight: float) -> Any:
 
 
 def _seed(loss: Any, gradient: float) -> torch.Tensor:
-    if not isinstance(loss, _OUTPUTS) or loss.shape.numel() != 1:
+    like = loss.like if isinstance(loss, OutputEdge) else loss
+    if not isinstance(loss, _OUTPUTS) or math.prod(like.shape) != 1:
         raise StageError(f"the loss is {describe(loss)}; it must be a single number: reduce it, with .mean() or .sum()")
     if not loss.requires_grad:
         raise StageError(
             "the loss does not require a gradient: every parameter that it depends on is frozen, or it was detached. "
             "Run the Pipe under torch.no_grad() to compute it alone"
         )
-    return torch.full(loss.shape, gradient, dtype=loss.dtype, device=loss.device)
+    return torch.full(like.shape, gradient, dtype=like.dtype, device=like.device)
 
 
-_OUTPUTS = (torch.Tensor, OutputEdge)
+_OUTPUTS = (torch.Tensor, OutputEdge, NoEdge)
+_CUSTOM = torch._C._FunctionBase  # of functions that are written in Python
 
 
 def _check_leaves(values: Sequence[Any]) -> None:
