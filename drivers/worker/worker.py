@@ -28,6 +28,8 @@ from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.measure.named_work import named_command
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
+from pippy.ir.base.errors import PippyError
+from pippy.ir.base.shown_errors import shows_all
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +228,7 @@ class Worker:
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
         state = self.drivers.get(command.driver)
         running = state.running if state else None
-        text = "".join(traceback.format_exception(error))
+        text = _trace(error)
         message = f"{type(error).__name__}: {_said(error)}"
         if running is None or not isinstance(command.body, Step | RunTrial | Generate):
             what = type(command.body).__name__
@@ -238,6 +240,12 @@ class Worker:
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)
         return Failure(message, text, _place(running), str(instruction), stage, microbatch, peer)
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback of an error; of one that explains another, as that of a model, it is that of the other."""
+    explained = error.__cause__ if isinstance(error, PippyError) and not shows_all() else None
+    return "".join(traceback.format_exception(explained or error))
 
 
 def _place(running: Executor | ExchangeRun) -> str:

@@ -30,7 +30,7 @@ def show_briefly(kind: type[BaseException]) -> None:
 @contextmanager
 def in_brief(error: BaseException) -> Iterator[None]:
     """Inside, an error has only the frames that are shown, and no cause: its message says what was wrong."""
-    if os.environ.get("PIPPY_TRACEBACK") == "full":
+    if shows_all():
         yield
         return
     whole, cause, suppressed = error.__traceback__, error.__cause__, error.__suppress_context__
@@ -39,6 +39,11 @@ def in_brief(error: BaseException) -> Iterator[None]:
         yield
     finally:
         error.__traceback__, error.__cause__, error.__suppress_context__ = whole, cause, suppressed
+
+
+def shows_all() -> bool:
+    """Whether all frames are shown."""
+    return os.environ.get("PIPPY_TRACEBACK") == "full"
 
 
 def without_end(trace: TracebackType) -> TracebackType:

@@ -17,6 +17,7 @@ from pippy.drivers.base.errors import ClusterError, DriverError, StepError, Work
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from tests.drivers.failing_model import (
     BACKWARD,
@@ -87,6 +88,24 @@ STEPS = {
     "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "failing_model.py"]),
     "send": (UNSENDABLE, ["an opaque value stays where it is", "could not be sent to worker 2", "Opaque"]),
 }
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_trace_of_a_worker_is_that_of_the_model(threads, monkeypatch, full):
+    """What is between the controller's command and the model says nothing of the model, unless pippy itself fails."""
+    monkeypatch.setenv("PIPPY_TRACEBACK", "full" if full else "")
+    training = Training(threads)
+    training.step()
+    with pytest.raises(StepError) as caught:
+        training.fail(FORWARD)
+    trace = caught.value.failure.traceback
+    assert "failing_model.py" in trace
+    assert ("driver_state.py" in trace) == full
+    monkeypatch.setattr(DriverState, "_context", lambda *_: 1 // 0)  # as a fault of pippy
+    with pytest.raises(StepError) as caught:
+        training.step()
+    assert "driver_state.py" in caught.value.failure.traceback
+    assert "ZeroDivisionError" in caught.value.failure.traceback
 
 
 @pytest.mark.parametrize("accumulated", [0, 2])
