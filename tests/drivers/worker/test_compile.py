@@ -10,6 +10,7 @@ from torch import nn
 
 from pippy import Pipe, PipelineDriver, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
+from pippy.drivers.protocol.commands import News
 from tests.drivers.models import Chain
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -192,7 +193,7 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     while not compiled.exists():
         assert time.monotonic() < end
     for _ in range(10):
-        assert cluster.session.answer(cluster.session.ping(0)) == (0, 2), "F and B, none of which is done"
+        assert cluster.session.answer(cluster.session.ping(0)) == News((0, 2)), "F and B, none of which is done"
     assert time.monotonic() < end
     busy.unlink()
     assert torch.isfinite(step.result())
