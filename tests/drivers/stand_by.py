@@ -71,7 +71,9 @@ class StandBy:
         answers, answer = os.pipe()
         try:
             with self._asking, _adopting():
-                if self.process is None:
+                if (
+                    self.process is None or self.process.poll() is not None
+                ):  # as tests of Ray end all that began in its folder
                     self._start(env)
                 socket.send_fds(self.socket, [pickle.dumps(request)], [answer, *numbers])
                 os.close(answer)
