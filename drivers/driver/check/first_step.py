@@ -30,7 +30,7 @@ from pippy.drivers.driver.check.rows import NoRows, TriedRows, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
-from pippy.ir.base.trees import leaves
+from pippy.ir.base.trees import leaves, tensors
 from pippy.ir.call.signature import check_guards
 
 _LOOKED_AT = 5  # leaves of an argument, to know its kind
@@ -105,8 +105,9 @@ class FirstStep:
         """Whether the step has a number that a check waits for: one that the loss leaves out."""
         for question in self._awaited:
             for place, leaf in places_of(division):
-                held = leaf.held()
-                if place == question.place and isinstance(held, torch.Tensor) and bool((held == question.value).any()):
+                if place == question.place and any(
+                    bool((each == question.value).any()) for each in tensors(leaf.held())
+                ):
                     return True
         return False
 
@@ -239,7 +240,7 @@ class FirstStep:
             return
         if wrong.rows.edits and not with_padding and self._are_torchs(sets, asked):
             self._awaited = asked.questions
-            if not self._holds_awaited(sets[0].rows.division):
+            if not self._holds_awaited(sets[0].rows.mini_batch):
                 return
         if candidate is not None:
             raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")

@@ -45,7 +45,11 @@ class Remedies:
             )
         users = {name: user for user, name in rows[0].division.names.items()}
         for name, value in rows[0].division.arguments.items():
-            if isinstance(value, CutTensor) and fit([rows[0].with_argument(name, _same_for_all)], reduction):
+            if (
+                isinstance(value, CutTensor)
+                and not rows[0].is_piece
+                and fit([rows[0].with_argument(name, _same_for_all)], reduction)
+            ):
                 return (
                     f"They agree if {users.get(name, name)!r} is not part of the batch: give the driver "
                     f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"

@@ -15,8 +15,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, count
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ from pippy.drivers.batch.division import (
 )
 from pippy.drivers.compare.trial_notes import InputTensor
 from pippy.ir.base.sparse_tensors import cat, narrow
-from pippy.ir.base.trees import map_tensors, tensors
+from pippy.ir.base.trees import children, tensors, with_children
 
 _LOOKED_AT = 32  # rows, to choose a few of them
 _NUMBERS = 64  # of each
@@ -51,7 +51,8 @@ class NoRows(Exception):
 
 
 class TriedRows:
-    """``count`` rows of a mini-batch. If the user has cut the mini-batch, they are of one micro-batch.
+    """``count`` rows of a mini-batch. If the user has cut the mini-batch, they are of one micro-batch. A single row is taken
+    several times: other numbers are put into some of these rows, as in others.
 
     >>> from pippy.drivers.batch.divide import divide
     >>> rows = TriedRows(divide({"x": torch.arange(16)}, chunks=4))
@@ -64,19 +65,25 @@ class TriedRows:
             raise NoRows("nothing in the mini-batch has rows that are cut")
         leaves = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
         pieces = [leaf for leaf in leaves if isinstance(leaf, PerMicrobatch)]
-        self.division = division
-        self.piece = max(division.held, key=division.rows_of) if pieces else None
         if any(each.dim is None and any(True for _ in tensors(each.values)) for each in pieces):
             raise NoRows("a value comes in pieces, and nothing says where its rows are")
+        self.mini_batch = self.division = division
+        self.is_piece, self.first, rows = bool(pieces), 0, sum(division.sizes)
         least = min(division.sizes)
-        self.first, rows = 0, sum(division.sizes)
-        if self.piece is not None:
-            self.first, rows = division.starts[self.piece], division.rows_of(self.piece)
+        if pieces:
+            piece = max(division.held, key=division.rows_of)
+            self.first, rows = division.starts[piece], division.rows_of(piece)
+            self.division = replace(
+                division,
+                arguments={
+                    name: map_divided(lambda leaf: _of_piece(leaf, piece, division), value)
+                    for name, value in division.arguments.items()
+                },
+            )
         few = min(rows, count or (5 if least > 1 and rows > 3 else 3))
-        if few < 2:
-            raise NoRows("there is a single row")
-        spread = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
-        self.chosen = _in_halves(spread if pieces else _varied(division, spread, range(rows)))
+        few = few if few > 1 else count or 3  # the only row several times
+        spread = [at * (rows - 1) // (few - 1) for at in range(few)]
+        self.chosen = _in_halves(_varied(self.division, spread, range(rows)) if rows >= few else spread)
         self.order = list(range(few))  # in which they are taken, once they are edited
         self.edits: Mapping[InputTensor, Edit] = {}
 
@@ -132,21 +139,31 @@ class TriedRows:
             return replace(leaf, value=_selected(chosen_rows, leaf.dim, self.order[::-1] if turned else self.order))
         if isinstance(leaf, LoadedColumn):
             indices = [index for batch in leaf.batches for index in batch.indices]
-            chosen = [indices[row] for row in self._in_order(turned)]
+            order = self.order[::-1] if turned else self.order
+            chosen = [indices[self.first + self.chosen[at]] for at in order]
             return replace(leaf, batches=(replace(leaf.batches[0], indices=chosen, ahead=()),), counts=())
-        if isinstance(leaf, PerMicrobatch):
-            assert self.piece is not None
-            value = leaf.values[self.piece - self.division.held.start]
-            if leaf.dim is None:
-                return SameForAll(value)
-            order, dim = [row - self.first for row in self._in_order(turned)], leaf.dim
-            parts = [order[: sizes[0]], order[sizes[0] :]][: len(sizes)]
-            rows = self.division.rows_of(self.piece)
-            return PerMicrobatch(tuple(map_tensors(partial(_cut, dim, rows, part), value) for part in parts), dim)
         return leaf
 
-    def _in_order(self, turned: bool) -> list[int]:
-        return [self.chosen[at] for at in (self.order[::-1] if turned else self.order)]
+
+def _of_piece(leaf: DividedValue, piece: int, division: Division) -> Any:
+    """A value of one micro-batch, as that of a mini-batch; where it holds several, a tree of these."""
+    if isinstance(leaf, CutTensor):
+        rows = division.rows_of(piece)
+        return replace(leaf, value=narrow(leaf.value, leaf.dim, division.starts[piece] - division.first_row, rows))
+    if not isinstance(leaf, PerMicrobatch):
+        return leaf
+    dim, rows = leaf.dim, division.rows_of(piece)
+
+    def divided(value: Any) -> Any:
+        items = children(value)
+        if items:
+            return with_children(value, list(map(divided, items)))
+        has_rows = (
+            isinstance(value, torch.Tensor) and dim is not None and value.dim() > dim and value.shape[dim] == rows
+        )
+        return CutTensor(value.detach(), dim, value.requires_grad) if has_rows else SameForAll(value)  # type: ignore[arg-type]
+
+    return divided(leaf.values[piece - division.held.start])
 
 
 def places_of(division: Division) -> Iterator[tuple[InputTensor, DividedValue]]:
@@ -200,11 +217,6 @@ def _in_halves(chosen: Sequence[int]) -> list[int]:
 def _places(name: str) -> Iterator[InputTensor]:
     """A place for each value in an argument, in their order."""
     return ((name, number) for number in count())
-
-
-def _cut(dim: int, rows: int, chosen: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
-    """The chosen rows of a tensor, if it has rows."""
-    return _selected(tensor, dim, chosen) if tensor.dim() > dim and tensor.shape[dim] == rows else tensor
 
 
 def _selected(tensor: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy import (
+    MicroBatches,
+    Pipe,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    pipe_split,
+    pipeline,
+)
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.driver.check.first_step import FirstStep
@@ -506,13 +514,38 @@ def test_micro_batches_of_one_row(threads, rows):
 
 
 def test_what_cannot_be_checked_is_said(threads):
-    from pippy import MicroBatches
-
     driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads)
+    pieces, rowless = MicroBatches([torch.randn(2, 4), torch.randn(2, 4)]), [torch.randn(2, 4), torch.randn(2, 4)]
+    with pytest.warns(PippyWarning, match="was not checked.*nothing says where its rows are"):
+        driver.run(2, pieces, MicroBatches(rowless, dim=None))
+    driver.run(2, pieces, MicroBatches(rowless, dim=None))  # once
+
+
+def mean_of_known(output, target):
+    return F.cross_entropy(output[target >= 0], target[target >= 0])
+
+
+def test_a_single_row_in_each_micro_batch_is_tried_with_other_targets(threads):
+    """The row is taken several times. Nothing was compared, and its loss was taken for a mean over rows."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)))
+
+    def loss_fn(output, target):
+        return mean_of_known(output.flatten(0, 1), target.flatten())
+
     pieces = MicroBatches([torch.randn(1, 4), torch.randn(1, 4)])
-    with pytest.warns(PippyWarning, match="was not checked.*single row"):
-        driver.run(2, pieces, pieces)
-    driver.run(2, pieces, pieces)  # once
+    targets = MicroBatches([torch.tensor([[1, 0, 1]]), torch.tensor([[1, 0, -1]])])
+    pipe = Pipe.from_sequential(model, loss_fn)
+    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: \(target >= 0\).sum\(\)"):
+        PipelineDriver1F1B(pipe, threads).run(2, pieces, targets)
+
+
+def test_padding_in_another_piece_than_the_one_that_is_tried(threads):
+    """Numbers were put into rows of whole tensors alone, not into those of pieces."""
+    pipe = pipeline(Net(), mean_of_known)
+    pieces = MicroBatches([torch.randn(4, 4), torch.randn(3, 4)])
+    targets = MicroBatches([torch.tensor([0, 1, 2, 3]), torch.tensor([0, -1, 2])])
+    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: \(target >= 0\).sum\(\)"):
+        PipelineDriver1F1B(pipe, threads).run(2, pieces, targets)
 
 
 @pytest.mark.parametrize("infinite", [math.nan, math.inf])
