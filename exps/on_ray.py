@@ -88,9 +88,11 @@ def recovery_seconds(engine: Engine, spares: int | None = None) -> float:
 
 def recoveries(rounds: int) -> None:
     """Print how long it takes until a step has run again."""
-    names = (*ENGINES, "ray with a spare")
-    found = [[recovery_seconds("local"), recovery_seconds("ray"), recovery_seconds("ray", 1)] for _ in range(rounds)]
-    print("a worker is replaced in", _said(names, found))
+    kinds: dict[str, tuple[Engine, int | None]] = {engine: (engine, None) for engine in ENGINES}
+    if "ray" in ENGINES:
+        kinds["ray with a spare"] = "ray", 1
+    found = [[recovery_seconds(*kind) for kind in kinds.values()] for _ in range(rounds)]
+    print("a worker is replaced in", _said([*kinds], found))
 
 
 def _said(names: Sequence[str], found: Sequence[Sequence[float]]) -> str:

@@ -21,7 +21,7 @@ class LivingWorkers(Protocol):
 
     def ping(self, worker: int) -> PendingCall: ...
 
-    def check_waiting(self) -> None: ...
+    def check(self) -> None: ...
 
     def mark_lost(self, worker: int, how: str) -> WorkerLostError: ...
 
@@ -63,7 +63,7 @@ class CallWait:
                 continue
             due = self._due(since)
             self.workers.messages.wait(self.wakeup, max(0.0, due - time.monotonic()))
-            self.workers.check_waiting()
+            self.workers.check()
             now = time.monotonic()
             if self.arrived or now < due:
                 continue

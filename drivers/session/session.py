@@ -388,18 +388,17 @@ class Session:
     # Who is alive
 
     def check(self) -> None:
-        """Raise if the cluster is broken or closed, or a worker has reported that it lost another."""
+        """Raise if the cluster is broken or closed, or a worker has reported that it lost another. For a lost worker that is a
+        `WorkerLostError` as long as it is not replaced: any thread may be the first to find it."""
+        if self.log.lost_error is not None:
+            error = copy.copy(self.log.lost_error)
+            error.args = (self.broken,)
+            raise error
         if self.broken:
             raise ClusterError(self.broken)
         if self._reports:
             by, peer, how = self._reports.popleft()
             raise self.mark_lost(peer, f"worker {self.workers[by].name!r} could not send it a value: {how}")
-
-    def check_waiting(self) -> None:
-        """Like `check`, in a wait that has begun: where another thread has found a worker lost, say so here, too."""
-        if self.log.lost_error is not None:
-            raise copy.copy(self.log.lost_error)
-        self.check()
 
     def report_lost(self, by: int, peer: int, how: str) -> None:
         """Worker ``by`` cannot reach another, and so neither can go on: the waits say so. From any thread."""
@@ -478,7 +477,7 @@ class Session:
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. If its connection stands, a worker that answers a ping after it lives, and the call was at fault."""
-        self.check_waiting()
+        self.check()
         broken = f"the connection to it broke: {last_line(error)}"
         if call.worker in self._deaths(0):
             raise self.mark_lost(call.worker, broken) from None

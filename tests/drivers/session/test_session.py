@@ -1,5 +1,6 @@
 """What a call that failed says of its worker: a worker that answers a ping after it lives."""
 
+import pickle
 import threading
 import time
 
@@ -70,9 +71,10 @@ def test_a_wait_says_which_worker_is_lost_though_another_thread_has_found_it():
     messages.session = session = Session([Address("worker0", "here", 1)], messages=messages)
     with pytest.raises(WorkerLostError, match=r"worker0.*killed by SIGKILL"):
         session.answer(PendingCall(0, "Step", torch.futures.Future()))
-    with pytest.raises(ClusterError, match="lost a worker and cannot go on") as later:
-        session.check()
-    assert type(later.value) is ClusterError
+    with pytest.raises(WorkerLostError, match=r"lost a worker and cannot go on.*killed by SIGKILL") as later:
+        session.check()  # as at the beginning of a step
+    assert (later.value.index, later.value.how) == (0, "killed by SIGKILL")
+    assert isinstance(pickle.loads(pickle.dumps(later.value)), WorkerLostError)
 
 
 class Lid(ControllerConnections):
