@@ -11,7 +11,8 @@ Method:   steps: two workers on any core, one intra-op thread each, 1F1B, 8 micr
 Finding:  two virtual cores: a step takes 30.3 ms (29.8–31.1) on Ray and 30.7 (29.9–31.8) on a local cluster, 0.987
           (0.952–1.020) of it, --rounds 8. 2 workers start in 3.76 s (3.63–3.87), locally in 1.37 (1.36–1.40); 8 in 11.3 s
           (10.3–11.5), locally in 1.51 (1.48–1.58): each actor imports torch, and workers of a local cluster are forks of one
-          process. A worker is replaced in 2.49 s (2.43–2.57), locally in 0.64 (0.64–0.67).
+          process. Later, with more to import: 2 in 4.5 s, 8 in 12.2, 16 in 25.7, locally in 1.6 to 1.9. A worker is replaced
+          in 2.73 s (2.68–2.74), with a spare in 0.21 (0.19–0.22), locally in 0.75 (0.72–0.76).
 """
 
 import argparse
