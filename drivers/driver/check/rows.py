@@ -81,7 +81,7 @@ class TriedRows:
                 },
             )
         few = min(rows, count or (5 if least > 1 and rows > 3 else 3))
-        few = few if few > 1 else count or 3  # the only row several times
+        few = few if few > 1 else count or 2  # the only row several times
         spread = [at * (rows - 1) // (few - 1) for at in range(few)]
         self.chosen = _in_halves(_varied(self.division, spread, range(rows)) if rows >= few else spread)
         self.order = list(range(few))  # in which they are taken, once they are edited
