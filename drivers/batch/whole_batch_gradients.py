@@ -1,4 +1,4 @@
-"""Refuses what needs the whole mini-batch: a word's frequency that divides gradients, a change of a parameter in forward."""
+"""Refuses what needs the whole mini-batch: embeddings with ``scale_grad_by_freq``, parameters that forward changes."""
 
 from collections.abc import Iterator
 from operator import attrgetter

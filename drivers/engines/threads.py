@@ -76,11 +76,11 @@ class ThreadEngine:
         return {index: "its thread has ended" for index in ended if not self.contexts[index].messages.ended}
 
     def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
-        """Raises."""
+        """Raise: a thread cannot be ended, so no other takes its place."""
         raise ClusterError(self.fixed)
 
     def end(self, workers: Iterable[int]) -> None:
-        """Raises."""
+        """Raise: a thread cannot be ended."""
         raise ClusterError(self.fixed)
 
     def close(self, lost: str | None = None) -> None:

@@ -40,7 +40,7 @@ def check_not_asked_for_mode(function: Any, frame: FrameType) -> None:
     """Raise if the user's code asks for a mode of torch that another call of the Pipe may have."""
     if function in _MODES and source.is_users(frame.f_code.co_filename) and torch.is_grad_enabled():
         raise asked(
-            f"forward() calls torch.{function.__name__}(), which tracing would answer once for every run", frame
+            f"forward() calls torch.{function.__name__}(), and the answer while tracing would hold for every run", frame
         )
 
 
@@ -50,7 +50,8 @@ def refusing_to_say_what_runs() -> Iterator[None]:
 
     def refuse(what: str) -> bool:
         raise asked(
-            f"forward() calls pippy.is_{what}(), which tracing would answer once for every run", sys._getframe(1)
+            f"forward() calls pippy.is_{what}(), and the answer while tracing would hold for every run",
+            sys._getframe(1),
         )
 
     with patched_here(computed_again, "is_now", refuse):

@@ -35,7 +35,7 @@ def find(target: str) -> Any:
         )
     module = _module_of_file(where) if where.endswith(".py") else _module(where)
     if not name:
-        raise click.ClickException(f"{target!r} names a module; say what in it is meant{_choices(where, module)}")
+        raise click.ClickException(f"{target!r} names a module; name the model in it, too{_choices(where, module)}")
     return _inside(where, module, name)
 
 

@@ -120,7 +120,9 @@ def checked_checkpoints(
     also = {} if also is None else dict(also)
     for name, value in also.items():
         if name in (*_TAKEN, *parts) or not isinstance(name, str):
-            raise DriverError(f"also={{{name!r}: ...}}: a checkpoint has something else by that name; take another")
+            raise DriverError(
+                f"also={{{name!r}: ...}}: a checkpoint stores a part of its own by that name; use another name"
+            )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise DriverError(
                 f"also={{{name!r}: {describe(value)}}}: give objects with a state_dict() and a load_state_dict()"

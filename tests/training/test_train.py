@@ -186,7 +186,7 @@ REFUSED = {
     "save_every= is an option of checkpoints": {"save_every": 3},
     "save_minutes='1'": {"save_minutes": "1", "folder": "run"},
     "resume=None": {"resume": None, "folder": "run"},
-    "something else by that name": {"also": {"optimizer": 1}, "folder": "run"},
+    "a part of its own by that name": {"also": {"optimizer": 1}, "folder": "run"},
     "a state_dict": {"also": {"average": 1}, "folder": "run"},
     "one mini-batch alone": {"data": {"x": 1}},
     "has no end": {"data": "repeated", "epochs": 1, "steps": None},

@@ -1,7 +1,7 @@
 """The order that ZB-H1 and ZB-H2 share: 1F1B with backwards in halves, where W waits for idle time.
 
-Another worker waits only for the input half (I) of a backward, so the weight half (W) can fill gaps. Worker w puts its W off by
-so many micro-batches that it holds as many as every other worker, and runs them while the pipeline drains.
+Another worker waits only for the input half (I) of a backward, so the weight half (W) can fill gaps. Each worker delays
+its W until it holds as many micro-batches as every other worker, and runs the delayed ones while the pipeline drains.
 """
 
 from itertools import chain

@@ -79,8 +79,8 @@ class AddingUp:
             yield at, [gradient for gradient, _ in self.own(self.sums.copies_in(at))]
 
     def arrived(self, at: int, worker: int, gradients: list[Gradient], whole: bool) -> None:
-        """Take another worker's gradients of a bucket. If this worker's are ``whole``, add up what can be: one bucket at a time
-        takes memory."""
+        """Take another worker's gradients of a bucket. If this worker's own are ``whole``, add them up at once: so few
+        buckets wait in memory."""
         bucket = self._bucket(at)
         bucket.theirs[worker] = gradients
         if whole:

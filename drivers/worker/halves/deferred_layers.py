@@ -82,7 +82,7 @@ class DeferrableLayer(ABC):
         self._queue: list[LayerCall] = []
 
     def install(self, queue: list[LayerCall], at_least: int) -> None:
-        """From now on, each call that takes ``at_least`` so many multiplications goes into ``queue``."""
+        """From now on, a call goes into ``queue`` if it takes ``at_least`` this number of multiplications."""
         self._queue = queue
         self._smallest_input = at_least / self._products_per_number
         self._module.__dict__["forward"] = self._forward  # nn.Module.__setattr__ is slow

@@ -236,7 +236,7 @@ class PipelineTrainer(Trainer):
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a batch, with those that are accumulated before it. All but the last of an update return 0."""
+        """Run the batches of an update, when its last one comes, and return their loss. For the others return 0."""
         model.train()
         self._waiting.append(self._call(inputs, num_items_in_batch, self._accumulated()))
         self._to_come -= 1
