@@ -22,11 +22,11 @@ ENGINES = ("local", "torchrun", "ray")
 _OPTIONS_OF = {"ray": ("address", "strategy", "resources", "num_gpus", "spares"), "joined": ("join", "secret_file")}
 # What an engine has instead of an option of another one.
 _HAS_INSTEAD = {
-    (
-        "spares",
-        "local",
-    ): "its processes are forks of one that has imported everything, and a lost one is replaced in less than a second",
-    ("spares", "joined"): "each worker that joins beyond n is a spare, so start one more with the line that is printed",
+    "spares": {
+        "local": "its processes are forks of one that has imported everything, and a lost one is replaced in less than a "
+        "second",
+        "joined": "each worker that joins beyond n is a spare, so start one more with the line that is printed",
+    }
 }
 _ASKED_BY = {"ray": 'engine="ray"', "joined": "join=True"}
 _NOT_OF = {
@@ -136,7 +136,7 @@ def _own_options(given: Mapping[str, Any], engine: str) -> dict[str, Any]:
     refused = _NOT_OF.get(engine, ())
     for name in [each for each in given if given[each] and each in others]:
         asked = _ASKED_BY[others[name]]
-        instead = f", where {each}" if (each := _HAS_INSTEAD.get((name, engine))) else ""
+        instead = f", where {each}" if (each := _HAS_INSTEAD.get(name, {}).get(engine)) else ""
         raise ClusterError(
             f"{name}={brief(given[name])} is an option of {asked}, and this cluster is on engine {engine!r}{instead}; leave "
             f"out {name}, or write cluster(n, {asked})"

@@ -32,7 +32,7 @@ from pippy.drivers.plan.language.instructions import (
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
-from pippy.drivers.worker.handlers import Bound, Handle
+from pippy.drivers.worker.measure.calls import BoundCall, Handle
 from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.step_context import Key
@@ -95,7 +95,7 @@ class BoundProgram:
         self.computes_until = max(
             (at for at, each in enumerate(program.order) if isinstance(each, Compute)), default=-1
         )
-        self.code: list[Bound] = []
+        self.code: list[BoundCall] = []
         for self.at, instruction in enumerate(program.order):
             self.code.append(BINDERS[instruction.key](self, instruction))
         self.sums = [at for at, each in enumerate(program.order) if each.kind.adds_up]
@@ -124,45 +124,45 @@ class BoundProgram:
                 found.update({(name, each.microbatch): each.stage for name in inputs})
         return found
 
-    def send(self, send: Send) -> Bound:
+    def send(self, send: Send) -> BoundCall:
         to, number = self.program.ranks[send.to], self.program.value_numbers[send.value]
         return handlers.send, (own_value(send), to, number, len(self.program.share) * (send.value in self.chosen))
 
-    def receive(self, receive: Receive) -> Bound:
+    def receive(self, receive: Receive) -> BoundCall:
         number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
         return handlers.receive, (own_value(receive), rank, number)
 
-    def free(self, free: Free) -> Bound:
+    def free(self, free: Free) -> BoundCall:
         return handlers.free, (own_value(free),)
 
-    def add(self, add: Add) -> Bound:
+    def add(self, add: Add) -> BoundCall:
         return handlers.add, (own_value(add), sum_value(add))
 
-    def send_gradients(self, send: SendGradients) -> Bound:
+    def send_gradients(self, send: SendGradients) -> BoundCall:
         return handlers.send_gradients, (send.sum, self.program.ranks[send.to])
 
-    def receive_gradients(self, receive: ReceiveGradients) -> Bound:
+    def receive_gradients(self, receive: ReceiveGradients) -> BoundCall:
         source, whole = self.program.ranks[receive.source], self.at > self.computes_until
         return handlers.receive_gradients, (receive.sum, source, whole)
 
-    def reduce(self, each: Reduce) -> Bound:
+    def reduce(self, each: Reduce) -> BoundCall:
         return handlers.add_up, (each.sum,)
 
-    def send_sum(self, send: SendSum) -> Bound:
+    def send_sum(self, send: SendSum) -> BoundCall:
         return handlers.send_sum, (send.sum, self.program.ranks[send.to])
 
-    def receive_sum(self, receive: ReceiveSum) -> Bound:
+    def receive_sum(self, receive: ReceiveSum) -> BoundCall:
         return handlers.receive_sum, (receive.sum, self.program.ranks[receive.source])
 
-    def send_notes(self, send: SendNotes) -> Bound:
+    def send_notes(self, send: SendNotes) -> BoundCall:
         key = self.program.value_numbers[NOTES], self.program.worker
         return handlers.send_notes, (self.program.ranks[send.to], key)
 
-    def receive_notes(self, receive: ReceiveNotes) -> Bound:
+    def receive_notes(self, receive: ReceiveNotes) -> BoundCall:
         key = self.program.value_numbers[NOTES], receive.source
         return handlers.receive_notes, (self.program.ranks[receive.source], key)
 
-    def forward(self, compute: Compute) -> Bound:
+    def forward(self, compute: Compute) -> BoundCall:
         stage, microbatch = compute.stage, compute.microbatch
         again = (stage, microbatch) in self.again
         work = self.program.work.get(Pass("F", stage), ())
@@ -172,7 +172,7 @@ class BoundProgram:
         keeps = stage in self.backward and not again
         return self._pass(Pass("F", stage), microbatch, handle, handlers.gather, last, int(keeps), makes=True)
 
-    def recompute(self, again: Compute) -> Bound:
+    def recompute(self, again: Compute) -> BoundCall:
         if again.stage not in self.backward:
             return handlers.nothing, ()
         work = self.program.work.get(Pass("F", again.stage), ())
@@ -180,7 +180,7 @@ class BoundProgram:
         bound = ((handlers.recompute, (calls,)),)
         return handlers.computation, (bound, again.microbatch, (), again.kind.live, True)
 
-    def backward_pass(self, compute: Compute) -> Bound:
+    def backward_pass(self, compute: Compute) -> BoundCall:
         handle, of_gathered = {
             Op.BACKWARD: (handlers.backward, handlers.backward_of_gathered),
             Op.BACKWARD_INPUT: (handlers.backward_input, handlers.backward_of_gathered),
@@ -189,7 +189,7 @@ class BoundProgram:
         key = Pass("B", compute.stage)
         return self._pass(key, compute.microbatch, handle, of_gathered, (), compute.kind.live, makes=False)
 
-    def choose(self, compute: Compute) -> Bound:
+    def choose(self, compute: Compute) -> BoundCall:
         key = Pass("C", compute.stage)
         return self._pass(key, compute.microbatch, handlers.choose_tokens, None, (), compute.kind.live, makes=False)
 
@@ -202,7 +202,7 @@ class BoundProgram:
         last: Sequence[str],
         live: int,
         makes: bool,
-    ) -> Bound:
+    ) -> BoundCall:
         """``last`` are the inputs of the model that no later computation takes. ``of_gathered`` is what there is to do for a
         loss over the whole mini-batch, if anything."""
         work = self.program.work.get(key, ())
@@ -223,7 +223,7 @@ class BoundProgram:
 
 
 # What binds each kind of instruction, by its key in the table of instructions.
-BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
+BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], BoundCall]] = {
     Op.FORWARD: BoundProgram.forward,
     Op.RECOMPUTE: BoundProgram.recompute,
     Op.BACKWARD: BoundProgram.backward_pass,

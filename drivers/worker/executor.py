@@ -13,7 +13,7 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
-from pippy.drivers.worker.handlers import Bound
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.named_work import NamedInstructions, is_profiled
 from pippy.drivers.worker.measure.recorder import Recorder
 from pippy.drivers.worker.measure.saved_memory import SavedMemory
@@ -27,7 +27,7 @@ from pippy.ir.run.may_draw import Draws
 class Watcher(Protocol):
     """What sees the instructions of a step run."""
 
-    def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> Sequence[BoundCall]:
         """The instructions, changed so that this sees them."""
 
 
@@ -75,7 +75,7 @@ class Executor:
             handle, operands = code[self.at]
             handle(step, *operands)
 
-    def _code(self) -> Sequence[Bound]:
+    def _code(self) -> Sequence[BoundCall]:
         """The program's instructions; inside of their names, if they are profiled."""
         return self.named.watching(self.code) if is_profiled() else self.code
 
@@ -85,7 +85,7 @@ class Executor:
             return {}
         return random.keys(chunks, self.device)
 
-    def _go_through(self, code: Sequence[Bound], step: StepContext) -> None:
+    def _go_through(self, code: Sequence[BoundCall], step: StepContext) -> None:
         for self.at, (handle, operands) in enumerate(code):
             handle(step, *operands)
 

@@ -18,7 +18,7 @@ from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.handlers import Bound, Handle
+from pippy.drivers.worker.measure.calls import BoundCall, Handle
 from pippy.drivers.worker.next_token import Noise, next_token
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.run.key_value_cache import KeyValueCache, using_cache
@@ -77,7 +77,7 @@ class GenerateCall:
         sampling = generate.sampling
         self.noise = None if sampling is None else Noise(sampling.state, sum(generate.rows))
         self.token, self.ended, self.over = 0, set[int](), set[int]()
-        self.code: dict[bool, Sequence[Bound]] = {}
+        self.code: dict[bool, Sequence[BoundCall]] = {}
 
     def runs(self) -> Iterator[tuple[Executor, StepContext]]:
         """The program and the context of each token."""
@@ -108,7 +108,7 @@ class GenerateCall:
             elif name == "position_ids":
                 self.inputs[name] = [each[:, -1:] + 1 for each in given]
 
-    def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
+    def watching(self, code: Sequence[BoundCall]) -> Sequence[BoundCall]:
         """The instructions, each passed over where its micro-batch has ended."""
         behind = self.token > 0
         if behind not in self.code:

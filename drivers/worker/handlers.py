@@ -14,7 +14,7 @@
 A computation is one or more calls, of its stage and of `_loss`, and each has a handler of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.received_values import Interrupted
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.repeated_forward import cut
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.step_context import Key, StepContext
@@ -33,12 +34,9 @@ from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.stage_backward import add_gradients, loss_inside, weighted
 from pippy.ir.run.stage_run import as_leaf
 
-Handle = Callable[..., None]  # it takes the step, and what the instruction is bound to
-Bound = tuple[Handle, tuple[Any, ...]]
-
 
 def computation(
-    step: StepContext, calls: Sequence[Bound], microbatch: int, own: Sequence[Key], live: int, makes: bool
+    step: StepContext, calls: Sequence[BoundCall], microbatch: int, own: Sequence[Key], live: int, makes: bool
 ) -> None:
     """Run the calls of a computation, unless the step was given up.
 

@@ -30,7 +30,7 @@ from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.handlers import Bound
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.queues import ComputationQueues
 from pippy.drivers.worker.step_context import StepContext
 from pippy.ir.base.names import LOSS
@@ -65,7 +65,7 @@ class OutOfOrderExecutor(Executor):
             int, float
         ] = {}  # when the values of a computation come, in seconds from the begin of a step
 
-    def _go_through(self, code: Sequence[Bound], step: StepContext) -> None:
+    def _go_through(self, code: Sequence[BoundCall], step: StepContext) -> None:
         queues, self.step = self.queues, step.number
         queues.begin()
         self.begun, self.late = time.monotonic(), 0.0
@@ -81,7 +81,7 @@ class OutOfOrderExecutor(Executor):
         while rest := queues.rest():
             self._do(code, step, rest[0])
 
-    def _do(self, code: Sequence[Bound], step: StepContext, at: int) -> None:
+    def _do(self, code: Sequence[BoundCall], step: StepContext, at: int) -> None:
         """Run an instruction, then the sends and frees that waited only for it."""
         self.at = at
         handle, operands = code[at]

@@ -5,14 +5,15 @@ from typing import Any
 
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 
-BoundCall = tuple[Callable[..., None], tuple[Any, ...]]  # a handler, and what it takes after the step
+Handle = Callable[..., None]  # it takes the step, and what the instruction is bound to
+BoundCall = tuple[Handle, tuple[Any, ...]]
 
 
 def with_calls(
     order: Sequence[Instruction],
     code: Sequence[BoundCall],
     ops: Container[Op],
-    changed: Callable[[Callable[..., None]], Callable[..., None]],
+    changed: Callable[[Handle], Handle],
     microbatch: int | None = None,
 ) -> list[BoundCall]:
     """The code of ``order``, with other handlers of the calls in these computations, of one micro-batch or of all.
