@@ -440,6 +440,48 @@ class UNet(Exhibit):
         return x * 2
 
 
+class AllEarlierLayers(Exhibit):
+    """Attention Residuals: what a layer reads is a weighted average of what all earlier ones gave."""
+
+    linears = "abcd"
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.ParameterList(torch.randn(8) for _ in self.linears)
+
+    def forward(self, x):
+        given = [x]
+        for name, query in zip(self.linears, self.queries):
+            stacked = torch.stack(given)
+            weights = (stacked * query).sum(-1, keepdim=True).softmax(0)
+            given.append(torch.tanh(getattr(self, name)((weights * stacked).sum(0))))
+            pipe_split()
+        return given[-1] * 2
+
+
+class ResidualStreams(Exhibit):
+    """Hyper-connections: every layer reads and changes all streams. One cut is inside of a layer."""
+
+    linears = "abc"
+
+    def __init__(self):
+        super().__init__()
+        self.reads = nn.ParameterList(torch.rand(2) for _ in self.linears)
+        self.mixes = nn.ParameterList(torch.rand(4) for _ in self.linears)
+
+    def forward(self, x):
+        left, right = x, x * 2
+        for name, weight, mix in zip(self.linears, self.reads, self.mixes):
+            read = weight[0] * left + weight[1] * right
+            if name == "b":
+                pipe_split()
+            given = torch.tanh(getattr(self, name)(read))
+            left, right = left * mix[0] + given * mix[1], right * mix[2] + left * mix[3] + given
+            if name != "c":
+                pipe_split()
+        return left + right
+
+
 class TiedLanguageModel(Exhibit):
     """An embedding in the first stage and, tied to it, the head in the last; positions made in forward."""
 

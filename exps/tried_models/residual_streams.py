@@ -150,6 +150,30 @@ class EveryLayerReads(Parts):
         return x
 
 
+class LongSkips(Parts):
+    """A U-Net: each layer on the way up reads what the layer of that height gave on the way down."""
+
+    def __init__(self, heights: int, begins: Collection[int], width: int = 8) -> None:
+        super().__init__(begins)
+        self.down = nn.ModuleList(nn.Conv1d(3, 3, 3, padding=1) for _ in range(heights))
+        self.up = nn.ModuleList(nn.Conv1d(6, 3, 3, padding=1) for _ in range(heights))
+        self.inside = nn.Linear(width // 2**heights, width // 2**heights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for index, down in enumerate(self.down):
+            self.part(index)
+            skips.append(torch.tanh(down(x)))
+            x = F.avg_pool1d(skips[-1], 2)
+        x = self.inside(x)
+        for index, up in enumerate(self.up, len(self.down)):
+            self.part(2 * index - len(self.down))
+            x = F.interpolate(x, scale_factor=2)
+            self.part(2 * index - len(self.down) + 1)
+            x = torch.tanh(up(torch.cat([skips.pop(), x], dim=1)))
+        return x
+
+
 class MultiTokenPrediction(Parts):
     """A language model that predicts several next tokens: each depth reads the one before it and the embedding, by one head.
 
@@ -217,6 +241,7 @@ def candidates() -> dict[str, Candidate]:
         "hyper-connections": of(lambda: HyperConnections(4, ())),
         "keys and values of other layers": of(lambda: SharedKeysAndValues(6, ())),
         "decoder layers that read the encoder": of(lambda: EveryLayerReads(4, ())),
+        "U-Net with long skips": of(lambda: LongSkips(3, ())),
         "multi-token prediction": Candidate(
             lambda: MultiTokenPrediction(4, ()), lambda: {"ids": words(4, 8, 11)}, returns_only_a_loss=True
         ),
