@@ -9,6 +9,7 @@ import os
 import pkgutil
 import re
 import signal
+import threading
 from collections import Counter
 
 import pytest
@@ -18,10 +19,10 @@ from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_clust
 from pippy.drivers.protocol.generation import Sampling
 from pippy.drivers.worker import generating
 from pippy.drivers.worker.next_token import probabilities
-from pippy.errors import GenerationError, StepError
+from pippy.errors import GenerationError, StepError, WorkerLostError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
-from tests.drivers.processes import close_open_cluster, within
+from tests.drivers.processes import close_open_cluster, hearing_of_deaths, stop, within
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS, transformers
 
@@ -204,6 +205,14 @@ def test_workers_in_other_processes(tmp_path):
         assert values
         assert values == {key for key in came if "." in key}
         assert all(sent[key] < came[key] for key in values)
+        stop(lost := cluster.session.workers[1].pid)  # worker 0 makes its part of a token, and waits for the other part
+        threading.Timer(0.2, os.kill, (lost, signal.SIGKILL)).start()
+        with hearing_of_deaths(cluster.session), within(1.5), pytest.raises(WorkerLostError, match="SIGKILL") as caught:
+            driver.generate(ids, attention_mask=mask, chunks=2, **case)
+        assert caught.value.index == 1
+        driver.recover()
+        torch.manual_seed(0)
+        assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=2, **case), expected)
 
 
 def test_interleaved_stages_without_a_loss_and_prompts_of_one_token(threads):
