@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from exps.peers import process
+from pippy.drivers.engines.local import local_cluster
 from pippy.drivers.worker.compiled import compile_process
 from tests.drivers.stand_by import standing_by
 from tests.several_processes import SeveralProcesses, give_way, order
@@ -23,6 +24,15 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("default")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which Python leaves so, and processes inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", help="where workers of local clusters compute when a test names no device: cuda:0")
+
+
+def pytest_configure(config):
+    if device := config.getoption("--device"):
+        local_cluster.DEFAULT_DEVICE = device
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -85,10 +85,15 @@ class _DrawnAlike(TorchDispatchMode):
         return _drawn(func, by_name, {**left_out, **by_name})
 
 
+_STATES = frozenset({"_cudnn_init_dropout_state"})  # make the state of a generator; an operation that is given it draws
+
+
 @cache
 def _arguments_if_random(func: Any) -> tuple[tuple[str, ...], str | None]:
     """The names of an operation's arguments, and that of its rate of dropout; no names if it draws nothing."""
     names = tuple(each.name for each in func._schema.arguments)
+    if name_of(func) in _STATES:
+        return (), None
     dropped = next((name for name in names if name in RATES), None)
     return (names if dropped is not None or draws(func) else ()), dropped
 

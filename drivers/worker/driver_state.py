@@ -64,6 +64,7 @@ from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.run.keyed_draws import draw_from_torch
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.shared_tensors import get_tensor
 
@@ -90,6 +91,8 @@ class DriverState:
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
+            if device.type == "cuda":
+                draw_from_torch(module)
         self.graphs = None if load.compile is None else _graphs(unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))

@@ -97,7 +97,7 @@ class TorchRank(OnDevice):
 
 
 class PippyRank(Rank):
-    """A cluster of two workers, each on its device, and a driver."""
+    """A cluster with a worker for each device, and a driver; one worker has both stages."""
 
     def __init__(self, rank: int, size: gpt.Size, devices: tuple[str, ...], schedule: str) -> None:
         super().__init__([])
@@ -105,7 +105,7 @@ class PippyRank(Rank):
         pipe = GptPipe(size)(WORKERS)
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            cluster = opened.enter_context(local_cluster(WORKERS, threads=1, devices=devices))
+            cluster = opened.enter_context(local_cluster(len(devices), threads=1, devices=devices))
             self._driver = PipelineDriver(pipe, cluster, schedule=schedule)
             self._opened = opened.pop_all()
 

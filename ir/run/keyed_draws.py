@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import nn
 
 from pippy.ir.run.random_state import untouched_random_state
 
@@ -146,6 +149,29 @@ def seed_draws(key: DrawKey | None, name: str, pythons: bool = False) -> None:
     """
     if key is not None:
         key.seed(name, pythons)
+
+
+def draw_from_torch(module: nn.Module) -> None:
+    """Have the recurrent layers of a module drop values by torch's generator of a GPU. cuDNN has one of its own, which nothing
+    seeds: it would drop others when a forward is computed again. Those layers then go without cuDNN.
+
+    >>> layer = nn.LSTM(2, 2, num_layers=2, dropout=0.5)
+    >>> draw_from_torch(layer)
+    >>> layer(torch.ones(1, 2))[0].shape
+    torch.Size([1, 2])
+    """
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase) and each.dropout:
+            each.forward = MethodType(_without_cudnn, each)
+
+
+def _without_cudnn(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+    before = torch.backends.cudnn.enabled
+    torch._C._set_cudnn_enabled(False)
+    try:
+        return type(layer).forward(layer, *args, **kwargs)
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 @contextmanager

@@ -338,8 +338,8 @@ def test_a_tensor_that_was_written_into_wants_the_gradients_of_what_was_written(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_work_is_waited_for_and_its_random_state_comes_back():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4096), nn.Linear(4096, 4096)).cuda()
-    x = torch.randn(4096, 8, device="cuda")
+    model = nn.Sequential(nn.Linear(8, 2048), nn.Dropout(), nn.Linear(2048, 4096), nn.Linear(4096, 4096)).cuda()
+    x = torch.randn(8192, 8, device="cuda")
     before = torch.cuda.get_rng_state()
     pipe = pipeline(model, split="time", num_stages=2, example_args=(x,))
     assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -3,6 +3,7 @@
 The second way to compute them is the Pipe with one mark, called in this process for one micro-batch after the other.
 """
 
+import copy
 import itertools
 import random
 from functools import cache
@@ -25,6 +26,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.ir.run.keyed_draws import draw_from_torch
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 CHUNKS = 4
@@ -385,3 +387,31 @@ def test_a_state_that_is_none(cluster, wrong):
     driver.close()
     with pytest.raises(DriverError, match="give a seed"):
         PipelineDriver1F1B(dropouts(), cluster, keyed_random=1.5)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_a_gpu_draw_without_cudnn(kind, monkeypatch):
+    """What can be seen of it on the CPU: cuDNN is off while the layer computes, and for its copy too; the numbers stay."""
+    model = nn.ModuleDict({"drops": kind(4, 4, 2, dropout=0.5), "plain": kind(4, 4)})
+    inner, seen = kind.forward, []
+
+    def forward(layer, *given):
+        seen.append(torch.backends.cudnn.enabled)
+        return inner(layer, *given)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    x = torch.randn(3, 4)
+    wanted = copy.deepcopy(model).eval()["drops"](x)[0]
+    draw_from_torch(model)
+    copied = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(model.eval()["drops"](x)[0], wanted)
+    assert not torch.equal(copied["drops"](x)[0], wanted), "a copy has parameters of its own"
+    model["plain"](x)
+    assert seen == [True, False, False, True]
+    assert torch.backends.cudnn.enabled
+    with pytest.raises(RuntimeError):
+        model["drops"](torch.randn(3, 5))
+    assert torch.backends.cudnn.enabled

@@ -33,6 +33,7 @@ from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
 
 WORKER = "pippy.drivers.worker.worker:Worker"
+DEFAULT_DEVICE = "cpu"  # of workers; the tests' option --device names another
 TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
@@ -79,7 +80,7 @@ def local_cluster(
     cores = sorted(os.sched_getaffinity(0))
     names = worker_names(n, names)
     check_devices(n, devices, device)
-    device_names = tuple(map(device_name, devices if devices is not None else [device or "cpu"] * n))
+    device_names = tuple(map(device_name, devices if devices is not None else [device or DEFAULT_DEVICE] * n))
     threads = _threads(n, threads, pin, len(cores))
     check_choice("transport", transport, (None, *TRANSPORTS))
     check_seconds(timeout=timeout, start_timeout=start_timeout)

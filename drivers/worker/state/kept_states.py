@@ -1,4 +1,4 @@
-"""Copies of a worker's state, and of a neighbour's, in its memory: from them a run goes on when a worker was lost.
+"""Copies of a worker's state, and of a neighbour's, in its host's memory: from them a run goes on when a worker was lost.
 
 keep:   the own copy ──▶ the next worker       take:   a new process ◀── its own copy, from the next worker
         the worker before ──▶ its copy                               ◀── the copy of the worker before it
@@ -12,7 +12,7 @@ from typing import Any
 
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.states import WorkerState
-from pippy.drivers.worker.state.snapshots import Snapshots
+from pippy.drivers.worker.state.snapshots import Snapshots, on_host
 
 RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on
 
@@ -57,4 +57,4 @@ class PassedStates:
 
     def take(self, number: int, value: WorkerState) -> None:
         """Have a copy from another worker."""
-        self.states[number] = value
+        self.states[number] = on_host(value)

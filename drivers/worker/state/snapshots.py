@@ -58,13 +58,13 @@ class Snapshots:
         )
 
     def whole(self) -> WorkerState:
-        """A copy of all."""
+        """A copy of all, in the host's memory."""
         places = dict(self._places(nn.Module.named_parameters, nn.Module.named_buffers))
         own = {
             number: [place for place, each in places.items() if id(each) in optimizer.parameters]
             for number, optimizer in self.optimizers.items()
         }
-        return _copied_state(self.snapshot(places, own))
+        return on_host(self.snapshot(places, own), copy=True)
 
     def of_stages(self, states: Sequence[WorkerState]) -> WorkerState:
         """What some states, of other workers too, have of this worker's stages and optimizers; no random numbers."""
@@ -125,3 +125,8 @@ class Snapshots:
 
 def _copied_state(state: WorkerState) -> WorkerState:
     return cast(WorkerState, map_tensors(torch.clone, state))
+
+
+def on_host(state: WorkerState, copy: bool = False) -> WorkerState:
+    """The state with all its tensors in the host's memory, as in files: the host reads random numbers and counts of steps."""
+    return cast(WorkerState, map_tensors(lambda tensor: tensor.to("cpu", copy=copy), state))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy.drivers.compare.alike import alike
+from pippy.drivers.compare.alike import _arguments_if_random, alike
 
 
 def _lstm(x):
@@ -71,3 +71,11 @@ def test_a_batch_norm_keeps_its_statistics():
     with alike(batch_norms=False):
         norm(torch.randn(4, 3))
     assert not torch.equal(norm.running_mean, before[0])
+
+
+def test_the_state_of_a_generator_is_made_as_it_is_asked_for():
+    """cuDNN's recurrent layers have one made with a rate; it refuses a rate of 0."""
+    make = torch.ops.aten._cudnn_init_dropout_state.default
+    assert _arguments_if_random(make) == ((), None)
+    names, dropped = _arguments_if_random(torch.ops.aten._cudnn_rnn.default)
+    assert dropped == "dropout" and dropped in names
