@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.engines.arguments import worker_names
 from pippy.drivers.engines.cluster import Cluster
@@ -114,5 +116,6 @@ def thread_cluster(
 
 
 def _run(worker: Any) -> None:
+    torch.get_num_threads()  # a new thread multiplies with the number that the process has set only once it has asked for it
     with suppress(Ended):
         worker.run()

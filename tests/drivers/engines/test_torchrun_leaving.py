@@ -46,7 +46,7 @@ def ended(monkeypatch):
 
 
 def test_what_the_script_does_after_its_cluster_takes_as_long_as_it_takes(ended, monkeypatch):
-    write, written = torchrun_worker.write_error_line, threading.Event()
+    write, written, has_left = torchrun_worker.write_error_line, threading.Event(), threading.Event()
 
     def note(text):
         write(text)
@@ -54,9 +54,14 @@ def test_what_the_script_does_after_its_cluster_takes_as_long_as_it_takes(ended,
 
     def script(worker):
         monkeypatch.setattr(torchrun_worker, "write_error_line", note)
+        still_here = worker._still_here
+        worker._still_here = lambda: (
+            has_left.wait(30) and still_here()
+        )  # on a busy machine the worker may take 0.1 s to leave
         worker.urgent(Leave(now=True))
         worker.run()
         worker.has_left()
+        has_left.set()
         thread = threading.Thread(target=written.wait, args=(30,), name="uploads")
         thread.start()
         thread.join()
