@@ -9,6 +9,7 @@ import copy
 import os
 import signal
 import socket
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import pippy
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
+from pippy.drivers.engines.torchrun.far_peers import FarPeers
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.wire.messages import doors, rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
@@ -107,6 +109,8 @@ def fail(cluster):
 
 
 def lose_a_worker(cluster, training):
+    """Which torchrun sees, too: a tenth of a second later it tells the other ranks to end. This one has more to say."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     victim = cluster.session.workers[3]
     stop(victim.pid)  # or the step might be over before
     running = training.start()
@@ -155,24 +159,37 @@ def close_doors():
     doors.socket_for = closed
 
 
+def wait_little_for_rank_3():
+    """Give a connection to the rank that lets nothing in up after a second, not after half of the cluster's timeout."""
+    inner = FarPeers.dial
+
+    def dialled(peers, peer):
+        within = peers.within
+        peers.within = 1.0 if peer == 3 else within
+        inner(peers, peer)
+        peers.within = within
+
+    FarPeers.dial = dialled
+
+
 for kind in ("deliver", "post", "urgent"):
     tell(kind)
 tell_of_connections()
 tell_of_posts()
+wait_little_for_rank_3()
 if os.environ["RANK"] == "3":  # the highest opens the doors
     close_doors()
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 with pippy.cluster(threads=1, timeout=10.0) as cluster:
-    print(cluster.routes, flush=True)
     pids = [address.pid for address in cluster.session.workers]
-    print("ready", *pids, flush=True)
+    print(f"{cluster.routes}\nready {' '.join(map(str, pids))}\n", end="", flush=True)
+    sys.stdin.readline()
     with thread_cluster(4) as threads:
         for schedule in SCHEDULES:
             train(cluster, threads, schedule)
     assert not listening(pids), "the ports for connections of TCP are closed when they stand"
     training = fail(cluster)
-    print("trained", flush=True)
     lose_a_worker(cluster, training)
-    print("lost", flush=True)
+    print("lost\n", end="", flush=True)
