@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from tests.drivers.failing_model import (
     no_orders,
     trapped_pipe,
 )
-from tests.drivers.processes import listening, stop, within
+from tests.drivers.processes import listening, stop, until, within
 from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
 from tests.drivers.test_failures import Training
 from tests.drivers.thread_cluster import thread_cluster
@@ -160,16 +161,18 @@ def close_doors():
 
 
 def wait_little_for_rank_3():
-    """Give a connection to the rank that lets nothing in up after a second, not after half of the cluster's timeout."""
-    inner = FarPeers.dial
+    """A connection to the rank that lets nothing in is given up, there and here, after a second or two, not after ten."""
+    dial, invite = FarPeers.dial, FarPeers.invite
 
     def dialled(peers, peer):
-        within = peers.within
-        peers.within = 1.0 if peer == 3 else within
-        inner(peers, peer)
-        peers.within = within
+        with patch.object(peers, "within", 1.0 if peer == 3 else peers.within):
+            dial(peers, peer)
 
-    FarPeers.dial = dialled
+    def invited(peers, guest):
+        with patch.object(peers, "within", 1.0 if peers.index == 3 else peers.within):
+            return invite(peers, guest)
+
+    FarPeers.dial, FarPeers.invite = dialled, invited
 
 
 for kind in ("deliver", "post", "urgent"):
@@ -189,7 +192,7 @@ with pippy.cluster(threads=1, timeout=10.0) as cluster:
     with thread_cluster(4) as threads:
         for schedule in SCHEDULES:
             train(cluster, threads, schedule)
-    assert not listening(pids), "the ports for connections of TCP are closed when they stand"
+    assert until(lambda: not listening(pids)), "the ports for connections of TCP are closed when they stand"
     training = fail(cluster)
     lose_a_worker(cluster, training)
     print("lost\n", end="", flush=True)

@@ -53,7 +53,14 @@ def job(hosts, *arguments, ranks=1, **environment):
         yield [
             stack.enter_context(
                 started(
-                    *("-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks)),
+                    *(
+                        "-m",
+                        "tests.drivers.forking_torchrun",
+                        "--nnodes",
+                        str(len(hosts)),
+                        "--nproc-per-node",
+                        str(ranks),
+                    ),
                     *("--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", PORT),
                     *arguments,
                     host=host,

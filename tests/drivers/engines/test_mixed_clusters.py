@@ -6,7 +6,7 @@ from tests.drivers.processes import listening, watched
 from tests.drivers.torchrun_jobs import ROOT, started, tell
 
 SCRIPT = str(ROOT / "tests/drivers/mixed_script.py")
-STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+STANDALONE = ["-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-per-node"]
 
 
 def lines_until(process, word):

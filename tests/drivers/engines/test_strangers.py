@@ -11,7 +11,7 @@ from tests.drivers.strangers import HTTP, attack, come_by_the_thousand, half_ope
 from tests.drivers.torchrun_jobs import ROOT, started, tell
 
 SCRIPT = str(ROOT / "tests/drivers/strangers_script.py")
-STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+STANDALONE = ["-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-per-node"]
 
 
 def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are_sent_away():

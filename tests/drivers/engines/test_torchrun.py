@@ -20,6 +20,7 @@ from tests.drivers.torchrun_jobs import ROOT, ready, started
 
 SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
 STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+FORKING = ["-m", "tests.drivers.forking_torchrun", *STANDALONE[2:]]
 DONE = "equal to plain training\n{}\nrank {} goes on\n"
 
 
@@ -54,7 +55,7 @@ def test_the_same_script_trains_without_torchrun_and_says_nothing(monkeypatch, c
 
 def test_a_killed_controller_ends_the_job():
     """A killed worker does in test_mixed_clusters.py."""
-    with started(*STANDALONE, "2", SCRIPT, "cut") as process:
+    with started(*FORKING, "2", SCRIPT, "cut") as process:
         pids = ready(process)
         with watched(*pids, within=10):
             assert process.stdout.readline() == "in the step\n"
@@ -168,7 +169,7 @@ import time; time.sleep(60)
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(MISSING)
-    with started(*STANDALONE, "2", str(path)) as process:
+    with started(*FORKING, "2", str(path)) as process:
         _, err = process.communicate(timeout=280)
     assert "these ranks did not call cluster() within 1 s, as rank 0 saw: 1." in err
     assert process.returncode != 0

@@ -9,7 +9,7 @@ from tests.drivers.processes import close_open_cluster
 from tests.drivers.torchrun_jobs import ROOT, started
 
 SCRIPT = str(ROOT / "tests/drivers/model/recovery/restarted_script.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+TORCHRUN = ["-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 
 
 def test_torchrun_starts_the_ranks_again_ctrl_c_saves_and_the_run_goes_on_elsewhere_to_the_bit(tmp_path):
