@@ -19,8 +19,7 @@ from tests.drivers.thread_cluster import thread_cluster
 from tests.drivers.torchrun_jobs import ROOT, ready, started
 
 SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
-STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-FORKING = ["-m", "tests.drivers.forking_torchrun", *STANDALONE[2:]]
+STANDALONE = ["-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-per-node"]
 DONE = "equal to plain training\n{}\nrank {} goes on\n"
 
 
@@ -32,7 +31,7 @@ def numbers():
 
 
 def test_the_same_script_trains_everywhere_and_says_nothing(numbers):
-    """With the controller on rank 0 it is tried by the quick start, and by the tests of hosts."""
+    """With the controller on rank 0 it is tried by the quick start, under torchrun itself, and by the tests of hosts."""
     options = {"DRIVER_OPTIONS": '{"all_ranks": [1, 0]}', "OPTIONS": '{"n": 2, "controller_hosts": false}'}
     with started(*STANDALONE, "3", SCRIPT, **options) as process:
         pids = ready(process)
@@ -55,7 +54,7 @@ def test_the_same_script_trains_without_torchrun_and_says_nothing(monkeypatch, c
 
 def test_a_killed_controller_ends_the_job():
     """A killed worker does in test_mixed_clusters.py."""
-    with started(*FORKING, "2", SCRIPT, "cut") as process:
+    with started(*STANDALONE, "2", SCRIPT, "cut") as process:
         pids = ready(process)
         with watched(*pids, within=10):
             assert process.stdout.readline() == "in the step\n"
@@ -169,7 +168,7 @@ import time; time.sleep(60)
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(MISSING)
-    with started(*FORKING, "2", str(path)) as process:
+    with started(*STANDALONE, "2", str(path)) as process:
         _, err = process.communicate(timeout=280)
     assert "these ranks did not call cluster() within 1 s, as rank 0 saw: 1." in err
     assert process.returncode != 0
