@@ -16,9 +16,11 @@ from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, PippyWarning
 from pippy.ir.base.errors import SharedParameterError, SplitError
+from pippy.ir.compile import compile_traced
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import mark, marks
 from pippy.ir.cut.uses import operations
+from pippy.ir.request import Request
 from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same, assert_same_state, fresh_inputs, twin
 from tests.test_random_models import WIDTH, Random, steps
@@ -39,14 +41,15 @@ def cut_before(number):
     return cut
 
 
-def check_cut(model, number, count, found, config, inputs):
+def check_cut(traced, number, count, found, config, inputs):
     """Cut once, in front of one of so many operations. Says whether that was possible."""
-    plain = twin(model)
+    plain, traced = twin(traced.model), copy.deepcopy(traced)
     stages = [int(index >= number) for index in range(count)]
     violated = [each for each in found if each.is_cut(stages)]
     refusals = [str(refusal) for each in violated if (refusal := each.refusal(stages))]
     try:
-        pipe = Pipe.from_tracing(model, config, output_loss_value_spec=False, cut=cut_before(number))
+        request = Request(multi_use_param_spec=config, output_loss_value_spec=False, cut=cut_before(number))
+        pipe = Pipe(traced, compile_traced(traced, request))
     except (SplitError, SharedParameterError) as error:
         assert str(error) == refusals[0]
         return False
@@ -73,7 +76,7 @@ def test_every_cut_of_the_zoo(name):
         found = constraints(traced, config)
         count = len(operations(traced))
         for number in spread(count):
-            check_cut(twin(model), number, count, found, config, model.inputs())
+            check_cut(traced, number, count, found, config, model.inputs())
 
 
 def spread(count, most=16):
@@ -92,7 +95,7 @@ def test_every_cut_of_random_models(program, outputs, config, data):
         count = len(operations(traced))
         number = data.draw(st.integers(1, count)) if count > 1 else 0
         if 0 < number < count:
-            check_cut(model, number, count, constraints(traced, config), config, (torch.randn(3, WIDTH),))
+            check_cut(traced, number, count, constraints(traced, config), config, (torch.randn(3, WIDTH),))
 
 
 def accepted_cuts(model, inputs, config=None):
@@ -103,7 +106,7 @@ def accepted_cuts(model, inputs, config=None):
         found = constraints(traced, config)
         count = len(operations(traced))
         numbers = range(1, count)
-        return [number for number in numbers if check_cut(copy.deepcopy(model), number, count, found, config, inputs)]
+        return [number for number in numbers if check_cut(traced, number, count, found, config, inputs)]
 
 
 class ChangesABufferThroughAView(nn.Module):
