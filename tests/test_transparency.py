@@ -129,5 +129,16 @@ class SumOfFloats(torch.nn.Module):
         return sum(tensor.sum() for tensor in tensors(output) if tensor.is_floating_point())
 
 
+@pytest.mark.parametrize("name", exhibits)
+def test_what_draws_is_known(name):
+    model = build(name)
+    inputs, target = model.inputs(), model.target()
+    before = torch.get_rng_state()
+    output = model(*inputs)
+    if model.loss_fn is not None:
+        model.loss_fn(output, target)
+    assert model.draws == (not torch.equal(torch.get_rng_state(), before))
+
+
 def test_the_zoo_is_large():
     assert len(exhibits) >= 25

@@ -6,7 +6,6 @@ and `WAYS` the names with each way to share parameters that makes a difference.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +16,6 @@ from pippy import MultiUseParameterConfig, TrivialLossWrapper, pipe_split
 from pippy.ir.base.trees import tensors
 
 exhibits: dict[str, type["Exhibit"]] = {}
-
-
-@functools.cache
-def draws(name: str) -> bool:
-    """Whether a step draws random numbers: workers that are threads share one generator, and it suits a single one only."""
-    with torch.random.fork_rng(devices=[]):
-        model = exhibits[name]()
-        inputs, target = model.inputs(), model.target()
-        before = torch.get_rng_state()
-        output = model(*inputs)
-        if model.loss_fn is not None:
-            model.loss_fn(output, target)
-        return not torch.equal(before, torch.get_rng_state())
 
 
 def mean_square(output: Any, target: Any) -> torch.Tensor:
@@ -48,6 +34,7 @@ class Exhibit(nn.Module):
     loss_fn: Any = staticmethod(mean_square)
     output_loss_value_spec: Any = None
     linears = ""  # names of linear layers that the model begins with
+    draws = False  # whether a step draws random numbers: workers that are threads share one generator, which suits a single one
 
     def __init__(self) -> None:
         super().__init__()
@@ -548,6 +535,8 @@ class EncoderDecoder(Exhibit):
 
 
 class MixtureWithDropout(Exhibit):
+    draws = True
+
     def __init__(self):
         super().__init__()
         self.gate, self.drop = nn.Linear(8, 3), nn.Dropout(0.3)
@@ -719,6 +708,7 @@ class FreshTensors(Exhibit):
     """Tensors made in forward, changed in place: they must be new in every run."""
 
     linears = "ab"
+    draws = True
 
     def forward(self, x):
         total = torch.zeros(6, 8)
@@ -731,6 +721,8 @@ class FreshTensors(Exhibit):
 
 
 class Attention(Exhibit):
+    draws = True
+
     def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)

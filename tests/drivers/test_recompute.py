@@ -21,7 +21,7 @@ from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.test_driver import assert_bits, build
-from tests.zoo import draws, exhibits
+from tests.zoo import exhibits
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64", "seeded"),
@@ -62,7 +62,7 @@ def test_the_zoo_trains_to_the_same_bits(threads, name):
     model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
     microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(3)]
     given = [*(MicroBatches(list(same)) for same in zip(*microbatches)), MicroBatches([model.target()] * 3)]
-    most = 1 if draws(name) else 2 if "interleaved" in schedule or "looped" in schedule else 4
+    most = 1 if exhibits[name].draws else 2 if "interleaved" in schedule or "looped" in schedule else 4
     workers = min(most, pipe.num_stages)
     compare(pipe, threads, given, checkpoint, chunks=3, steps=1, schedule=schedule, world_size=workers)
 

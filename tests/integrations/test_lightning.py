@@ -4,6 +4,7 @@ import copy
 import csv
 import logging
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from pippy import PipelineDriver1F1B, pipeline
 from tests.drivers.thread_cluster import thread_cluster
 from tests.markdown_blocks import blocks_of
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-
-pytestmark = [pytest.mark.usefixtures("in_float64"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 PAGE = Path(__file__).parents[2] / "docs/lightning.md"
 
 
@@ -74,6 +77,8 @@ def driver_of(threads):
 
 
 def trainer_of(folder, recipe, **options):
+    import lightning  # here: every process that collects tests would take a second for it
+
     given = {"accelerator": "cpu", "devices": 1, "plugins": [recipe["OnWorkers"]()], "logger": False,
              "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
              "num_sanity_val_steps": 0, "default_root_dir": folder, **options}  # fmt: skip
@@ -83,6 +88,8 @@ def trainer_of(folder, recipe, **options):
 
 
 def test_it_trains_logs_and_goes_on_as_plain_pytorch(threads, recipe, tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
     expected, plain, validation = plain_steps(10)
     told, trains = [], []
 
@@ -93,7 +100,7 @@ def test_it_trains_logs_and_goes_on_as_plain_pytorch(threads, recipe, tmp_path):
 
     for steps, from_path in (5, None), (10, tmp_path / "five.ckpt"):
         driver = driver_of(threads)
-        logger = lightning.pytorch.loggers.CSVLogger(tmp_path, version=steps)
+        logger = CSVLogger(tmp_path, version=steps)
         trainer = trainer_of(tmp_path, recipe, max_steps=steps, logger=logger, log_every_n_steps=1)
         trainer.fit(Watched(driver, 2), batches(), batches() if steps == 10 else None, ckpt_path=from_path)
         assert trainer.global_step == steps
@@ -126,8 +133,10 @@ def test_what_a_strategy_would_do_loses_the_gradients_without_an_error(threads, 
 
 @pytest.mark.parametrize("option", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
 def test_lightning_refuses_what_the_page_says(threads, recipe, tmp_path, option):
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     driver = driver_of(threads)
-    with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="manual optimization"):
+    with pytest.raises(MisconfigurationException, match="manual optimization"):
         trainer_of(tmp_path, recipe, max_steps=1, **option).fit(recipe["Pipelined"](driver, 2), batches())
     driver.close()
 

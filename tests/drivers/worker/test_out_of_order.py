@@ -23,7 +23,7 @@ from tests.drivers.processes import within
 from tests.drivers.test_driver import assert_bits, build
 from tests.drivers.test_failures import Training
 from tests.drivers.thread_cluster import thread_cluster
-from tests.zoo import draws, exhibits
+from tests.zoo import exhibits
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64", "seeded"),
@@ -89,7 +89,7 @@ def test_the_zoo_trains_to_the_same_bits_in_any_order(threads, at_random, name):
     chunks = 6
     microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
     given = [*(MicroBatches(list(same)) for same in zip(*microbatches)), MicroBatches([model.target()] * chunks)]
-    most = 1 if draws(name) else 2 if "interleaved" in schedule or "looped" in schedule else 4
+    most = 1 if exhibits[name].draws else 2 if "interleaved" in schedule or "looped" in schedule else 4
     workers = min(most, pipe.num_stages)
     limit = True if number % 3 else 4 * chunks  # in their own memory some schedules leave no choice
     compare(pipe, threads, given, chunks, limit, schedule=schedule, world_size=workers)

@@ -113,16 +113,15 @@ def example(training=True):
     return pipeline(ExampleCode(), nn.MSELoss() if training else None)
 
 
-def drawn():
-    """Pipes of all sorts, each with the arguments of a call."""
-    x, wide = torch.randn(4, 8), torch.randn(4, 16)
-    return {
-        "example": (example(), (x, x)),
-        "forward": (example(training=False), (x,)),
-        "sequential": (Pipe.from_sequential(nn.Sequential(nn.Linear(8, 4), nn.ReLU())), (x,)),
-        "unknown": (pipeline(Guessing()), (torch.randn(3, 4),)),
-        "named": (pipeline(Named()), (torch.randn(3, 4),)),
-        "language": (pipeline(Language()), (torch.zeros(2, 5, dtype=torch.int64),)),
-        "four": (pipeline(Skipping(4)), (wide, wide, wide)),
-        "twelve": (pipeline(Skipping(12), lambda output, target: output[0].sum()), (wide, wide, wide, wide)),
-    }
+X, WIDE = torch.randn(4, 8), torch.randn(4, 16)
+# Pipes of all sorts, each with the arguments of a call.
+DRAWN = {
+    "example": lambda: (example(), (X, X)),
+    "forward": lambda: (example(training=False), (X,)),
+    "sequential": lambda: (Pipe.from_sequential(nn.Sequential(nn.Linear(8, 4), nn.ReLU())), (X,)),
+    "unknown": lambda: (pipeline(Guessing()), (torch.randn(3, 4),)),
+    "named": lambda: (pipeline(Named()), (torch.randn(3, 4),)),
+    "language": lambda: (pipeline(Language()), (torch.zeros(2, 5, dtype=torch.int64),)),
+    "four": lambda: (pipeline(Skipping(4)), (WIDE, WIDE, WIDE)),
+    "twelve": lambda: (pipeline(Skipping(12), lambda output, target: output[0].sum()), (WIDE, WIDE, WIDE, WIDE)),
+}

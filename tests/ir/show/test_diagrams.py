@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 import subprocess
+from functools import cache
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
 from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
 from pippy.ir.show.svg import pipe_svg
-from tests.ir.show.shown import Named, drawn, example
+from tests.ir.show.shown import DRAWN, Named, example
 from tests.zoo import WAYS, exhibits
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -103,14 +104,20 @@ def scattered(seed):
     return Content(Structure(boxes, tuple(values), copies, frozenset()), None, stages)
 
 
-def contents():
-    found = {name: content_of(pipe, args) for name, (pipe, args) in drawn().items()}
-    bare = {f"{name} without arguments": content_of(pipe) for name, (pipe, _) in drawn().items()}
-    return found | bare | {"nasty": nasty()} | {f"scattered {seed}": scattered(seed) for seed in range(30)}
+@cache
+def content(name):
+    """What is drawn under a name."""
+    if name == "nasty":
+        return nasty()
+    if name.startswith("scattered "):
+        return scattered(int(name.split()[1]))
+    pipe, args = DRAWN[name.removesuffix(BARE)]()
+    return content_of(pipe) if name.endswith(BARE) else content_of(pipe, args)
 
 
-CONTENTS = contents()
-every_content = pytest.mark.parametrize("name", CONTENTS)
+BARE = " without arguments"
+NAMES = [*DRAWN, *(f"{name}{BARE}" for name in DRAWN), "nasty", *(f"scattered {seed}" for seed in range(30))]
+every_content = pytest.mark.parametrize("name", NAMES)
 
 
 def test_mermaid():
@@ -123,7 +130,7 @@ def test_dot():
 
 @every_content
 def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
-    head, *lines = mermaid(CONTENTS[name]).splitlines()
+    head, *lines = mermaid(content(name)).splitlines()
     assert head == "flowchart LR"
     text = r'"[^"`<>&]*"'
     box, arrow, link = (
@@ -139,9 +146,9 @@ def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
 def test_graphviz_reads_the_dot(name):
     if shutil.which("dot") is None:
         pytest.skip("Graphviz is not installed")
-    done = subprocess.run(["dot", "-Tplain"], input=dot(CONTENTS[name]), capture_output=True, text=True, check=True)
+    done = subprocess.run(["dot", "-Tplain"], input=dot(content(name)), capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    structure = CONTENTS[name].structure
+    structure = content(name).structure
     copies = sum(len(each.boxes) - 1 for each in structure.copies)
     assert sum(line.startswith("node") for line in lines) == len(structure.boxes)
     assert sum(line.startswith("edge") for line in lines) == copies + sum(
@@ -152,27 +159,27 @@ def test_graphviz_reads_the_dot(name):
 
 @every_content
 def test_dot_quotes_what_it_must(name):
-    for label in re.findall(r'label="(.*?)"[],]', dot(CONTENTS[name])):
+    for label in re.findall(r'label="(.*?)"[],]', dot(content(name))):
         assert re.fullmatch(r'([^"\\]|\\["\\n])*', label)
 
 
 @every_content
 def test_the_svg_is_well_formed_and_names_everything(name):
-    content = CONTENTS[name]
-    root = ElementTree.fromstring(pipe_svg(content))
+    drawn = content(name)
+    root = ElementTree.fromstring(pipe_svg(drawn))
     titles = [(title.text or "").splitlines()[0] for title in root.iter(f"{SVG}title")]
-    for named in (*content.structure.boxes, *content.structure.values):
+    for named in (*drawn.structure.boxes, *drawn.structure.values):
         assert named.name in titles
-    for copies in content.structure.copies:
+    for copies in drawn.structure.copies:
         assert copies.names[0] in titles
     shown = [text.text for text in root.iter(f"{SVG}text")]
-    assert all(shortened(box.name, 24) in shown for box in content.structure.boxes)
+    assert all(shortened(box.name, 24) in shown for box in drawn.structure.boxes)
 
 
 @every_content
 def test_every_use_has_an_arrow(name):
-    structure = CONTENTS[name].structure
-    heads = list(ElementTree.fromstring(pipe_svg(CONTENTS[name])).iter(f"{SVG}polygon"))
+    structure = content(name).structure
+    heads = list(ElementTree.fromstring(pipe_svg(content(name))).iter(f"{SVG}polygon"))
     assert len(heads) == sum(len(value.users) for value in structure.values)
 
 
@@ -223,7 +230,7 @@ def check_texts(drawing):
 
 @every_content
 def test_no_text_is_crossed_or_covered(name):
-    check_texts(pipe_svg(CONTENTS[name]))
+    check_texts(pipe_svg(content(name)))
 
 
 @pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
@@ -241,7 +248,7 @@ def test_the_zoo_is_drawn(name, sharing):
 
 @every_content
 def test_no_box_is_crossed_or_covered(name):
-    root = ElementTree.fromstring(pipe_svg(CONTENTS[name]))
+    root = ElementTree.fromstring(pipe_svg(content(name)))
     boxes = list(rectangles(root))
     for number, box in enumerate(boxes):
         inner = (box[0] + 1, box[1] + 1, box[2] - 1, box[3] - 1)
@@ -252,7 +259,7 @@ def test_no_box_is_crossed_or_covered(name):
 @every_content
 def test_lines_only_cross(name):
     """No two lines run along one another, those of one value left out."""
-    root = ElementTree.fromstring(pipe_svg(CONTENTS[name]))
+    root = ElementTree.fromstring(pipe_svg(content(name)))
     lines = [list(segments(group)) for group in root.iter(f"{SVG}g") if group.find(f"{SVG}path") is not None]
     for number, one in enumerate(lines):
         for other in lines[number + 1 :]:
@@ -277,14 +284,14 @@ def test_a_chain_goes_straight_down():
 
 
 def test_the_input_that_is_used_first_is_next_to_its_stage():
-    root = ElementTree.fromstring(pipe_svg(CONTENTS["example"]))
+    root = ElementTree.fromstring(pipe_svg(content("example")))
     names = [text for text in root.iter(f"{SVG}text") if text.get("font-weight")]
     names.sort(key=lambda text: float(text.get("y")))
     assert [text.text for text in names[:3]] == ["target", "x", "submod_0"]
 
 
 def test_a_parameter_that_travels_and_copies_look_different():
-    root = ElementTree.fromstring(pipe_svg(CONTENTS["example"]))
+    root = ElementTree.fromstring(pipe_svg(content("example")))
     strokes = [path.get("stroke") for path in root.iter(f"{SVG}path")]
     dashed = [path.get("stroke") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
     assert len(set(strokes)) == 3
@@ -293,9 +300,9 @@ def test_a_parameter_that_travels_and_copies_look_different():
 
 @every_content
 def test_html_is_well_formed_and_takes_the_colours_of_the_page(name):
-    text = html(CONTENTS[name])
+    text = html(content(name))
     root = ElementTree.fromstring(text)
-    assert len(list(root.iter("tr"))) == len(CONTENTS[name].stages) + 2
+    assert len(list(root.iter("tr"))) == len(content(name).stages) + 2
     table = text[text.index("<table") :]
     assert "color:" not in table
     assert "background" not in table
@@ -306,7 +313,7 @@ def test_html_is_well_formed_and_takes_the_colours_of_the_page(name):
 
 
 def test_a_notebook_shows_names_as_they_are():
-    pipe, _ = drawn()["named"]
+    pipe, _ = DRAWN["named"]()
     root = ElementTree.fromstring(pipe._repr_html_())
     assert [cell.text for cell in root.iter("td")].count(f"layers.{Named.NAME}") == 2
     assert structure_of(pipe).copies[0].names == (f"layers.{Named.NAME}.weight", f"layers.{Named.NAME}.bias")

@@ -15,7 +15,7 @@ from pippy.ir.show.columns import columns_by_length, columns_in_order, last_use
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.show.structure import DrawnValue, structure_of
-from tests.ir.show.shown import ExampleCode, Guessing, drawn, example
+from tests.ir.show.shown import DRAWN, ExampleCode, Guessing, example
 
 X = torch.randn(4, 8)
 
@@ -109,9 +109,9 @@ def test_the_unknown_is_said():
     ]
 
 
-@pytest.mark.parametrize("name", drawn())
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_figures_are_the_modules(name):
-    pipe, args = drawn()[name]
+    pipe, args = DRAWN[name]()
     stages = content_of(pipe, args).stages
     for stage, module in pipe.stages():
         assert stages[stage].parameters == sum(p.numel() for p in module.parameters())
@@ -120,7 +120,7 @@ def test_the_figures_are_the_modules(name):
 
 
 def test_what_is_sent_is_received_or_returned():
-    pipe, args = drawn()["four"]
+    pipe, args = DRAWN["four"]()
     content = content_of(pipe, args)
     values, boxes, output = content.structure.values, content.structure.boxes, len(content.structure.boxes) - 1
     sizes: dict[DrawnValue, Any] = {value: content.shapes.values[value.node].nbytes for value in values}
@@ -158,12 +158,12 @@ def test_what_is_odd_is_said():
 
 
 def test_a_long_backward_is_cut_short():
-    pipe, _ = drawn()["twelve"]
+    pipe, _ = DRAWN["twelve"]()
     assert "backward: _loss → submod_11 → … → submod_1 → submod_0; gradients" in str(pipe.draw())
 
 
 def test_a_tied_parameter_that_travels_is_an_edge_to_each_user():
-    pipe, _ = drawn()["twelve"]
+    pipe, _ = DRAWN["twelve"]()
     structure = structure_of(pipe)
     (embed,) = [value for value in structure.values if value.kind == "parameter"]
     assert (structure.boxes[embed.source].name, [structure.boxes[user].name for user in embed.users]) == (
@@ -173,7 +173,7 @@ def test_a_tied_parameter_that_travels_is_an_edge_to_each_user():
 
 
 def test_every_edge_of_the_graph_is_there():
-    for pipe, _ in drawn().values():
+    for pipe, _ in (make() for make in DRAWN.values()):
         structure = structure_of(pipe)
         edges = {(value.node, structure.boxes[user].name) for value in structure.values for user in value.users}
         calls = [node for node in pipe.split_gm.graph.nodes if node.op in ("call_module", "output")]
