@@ -72,6 +72,6 @@ class Problem:
     def on(self, placement: Placement) -> "Problem":
         """The same problem with the stages elsewhere. Limits stay as they are."""
         moved = replace(
-            self.program, placement=placement, orders=((),) * placement.workers, memory=None, checkpoints=()
+            self.program, placement=placement, orders=((),) * placement.workers, memory=None, checkpoints=(), hosts=None
         )
         return replace(self, program=moved)

@@ -25,8 +25,11 @@ PerEdge = Number | Mapping[str, Number]
 class Costs:
     """The costs of passes, and of moving a value between workers: ``size / bandwidth`` in a channel, then ``latency``.
 
-    A channel moves one value at a time. ``backward`` is the cost of a whole backward; left out, it is that of its two
-    halves. ``recompute`` is that of a forward which is computed again; left out, it is that of the forward.
+    A channel moves one value at a time. In a program on several hosts, these are the costs between two of them: a host
+    sends one value at a time to others, and takes one at a time; within a host, a value takes no time.
+
+    ``backward`` is the cost of a whole backward; left out, it is that of its two halves. ``recompute`` is that of a forward
+    which is computed again; left out, it is that of the forward.
 
     >>> from pippy.drivers.plan import make_schedule
     >>> program = make_schedule("interleaved_1f1b", workers=2, chunks=2, stages_per_worker=2)

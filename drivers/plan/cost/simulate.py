@@ -1,7 +1,14 @@
-"""Simulates a program: a clock for each worker and each channel, and nothing is computed."""
+"""Simulates a program: a clock for each worker and each channel, and nothing is computed.
+
+Where workers are on several hosts, all values that a host sends to others go over one line, one at a time, and all that it
+takes go over another. So a transfer between hosts begins when the sender's line out and the receiver's line in are free.
+Workers are gone through in the order of their clocks, so that values come onto a line as they are sent.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from pippy.drivers.plan.cost.costs import Costs, Number, PerEdge, PerStage
 from pippy.drivers.plan.cost.timeline import Span, Timeline
@@ -114,11 +121,44 @@ class Simulator:
         self.waiting: list[dict[int, Number]] = [
             defaultdict(int) for _ in program.orders
         ]  # since the latest computation
-        self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
+        self.free_at: dict[object, Number] = defaultdict(
+            int
+        )  # of each channel, or of a host's line out and its line in
         self.arrivals: dict[tuple[MicrobatchValue, int], Number] = {}
-        for worker, first, end in DryRun(program, Transfers(program).waits()).stretches:
-            for instruction in program.orders[worker][first:end]:
-                self.step(worker, instruction)
+        self.program, self.hosts = program, program.hosts
+        for worker, instruction in self.in_turn() if self.hosts else self.in_stretches():
+            self.step(worker, instruction)
+
+    def in_stretches(self) -> Iterator[tuple[int, Instruction]]:
+        """All instructions, in an order in which they can run."""
+        for worker, first, end in DryRun(self.program, Transfers(self.program).waits()).stretches:
+            for instruction in self.program.orders[worker][first:end]:
+                yield worker, instruction
+
+    def in_turn(self) -> Iterator[tuple[int, Instruction]]:
+        """All instructions, always the next one of the worker whose clock is behind those of all others that need not wait."""
+        orders, done = self.program.orders, [0] * self.program.workers
+        waiting: dict[tuple[MicrobatchValue, int], int] = {}
+        turns: list[tuple[Number, int]] = [(0, worker) for worker in range(self.program.workers)]
+        heapify(turns)
+        while turns:
+            _, worker = heappop(turns)
+            if done[worker] == len(orders[worker]):
+                continue
+            instruction = orders[worker][done[worker]]
+            kind = instruction.kind
+            if kind.receives_from and kind.gives:
+                key = kind.gives(instruction), worker
+                if key not in self.arrivals and key[0][0] not in self.from_before:
+                    waiting[key] = worker
+                    continue
+            yield worker, instruction
+            done[worker] += 1
+            heappush(turns, (self.now[worker], worker))
+            if kind.sends_to and kind.takes:
+                woken = waiting.pop((kind.takes(instruction), kind.sends_to(instruction)), None)
+                if woken is not None:
+                    heappush(turns, (self.now[woken], woken))
 
     def step(self, worker: int, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
@@ -136,9 +176,17 @@ class Simulator:
             self.receive(worker, kind.gives(instruction), kind.receives_from(instruction))
 
     def send(self, worker: int, key: MicrobatchValue, to: int) -> None:
-        channel, value = (worker, to), key[0]
-        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied.get(value, 0)
-        self.arrivals[key, to] = self.free_at[channel] + self.costs.latency.get(value, 0)
+        value = key[0]
+        if self.hosts and self.hosts[worker] == self.hosts[to]:
+            self.arrivals[key, to] = self.now[worker]
+            return
+        lines: tuple[object, ...] = ((worker, to),)
+        if self.hosts:
+            lines = ("out", self.hosts[worker]), ("in", self.hosts[to])
+        begin = max(self.now[worker], *(self.free_at[line] for line in lines))
+        end = begin + self.costs.occupied.get(value, 0)
+        self.free_at.update(dict.fromkeys(lines, end))
+        self.arrivals[key, to] = end + self.costs.latency.get(value, 0)
 
     def receive(self, worker: int, key: MicrobatchValue, source: int) -> None:
         arrival = 0 if key[0] in self.from_before else self.arrivals[key, worker]

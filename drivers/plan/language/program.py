@@ -36,6 +36,9 @@ class Program(Drawn):
     replica computes its share of the micro-batches. ``notes`` lists the stages with batch norms that count the micro-batches
     of all replicas: the replicas tell one another what these have noted.
 
+    ``hosts`` has the number of each worker's host; None means that all are on one. A value then goes once to each host that
+    needs it, and is handed on there.
+
     A program that makes tokens chooses them (C) for the next run: an edge from a C goes there. With ``continues``, it takes
     what the run before has chosen; without, it is the first run.
 
@@ -62,6 +65,7 @@ class Program(Drawn):
     notes: tuple[int, ...] = ()
     continues: bool = False
     added: tuple[tuple[str, ...], ...] = ()
+    hosts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
@@ -72,17 +76,18 @@ class Program(Drawn):
             raise ArgumentError(
                 f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
             )
-        for what, by_worker in (("orders", self.orders), ("memory", self.memory)):
+        for what, by_worker in (("orders", self.orders), ("memory", self.memory), ("hosts", self.hosts)):
             if by_worker is not None and len(by_worker) != self.workers:
                 raise ArgumentError(
                     f"{what} of {len(by_worker)} workers for placement {self.placement}"
                     f"{f' and {self.replicas} replicas' * (self.replicas > 1)}; give one per worker"
                 )
-        for limit in self.memory or ():
-            if not is_count(limit, least=0):
-                raise ArgumentError(
-                    f"memory={beginning(self.memory)}: {beginning(limit)} must be a whole number of at least 0"
-                )
+        for what, by_worker in (("memory", self.memory), ("hosts", self.hosts)):
+            for number in by_worker or ():
+                if not is_count(number, least=0):
+                    raise ArgumentError(
+                        f"{what}={beginning(by_worker)}: {beginning(number)} must be a whole number of at least 0"
+                    )
         self._refuse_unclear_stages()
         self._refuse_unclear_checkpoints()
         self._refuse_unclear_names()
@@ -184,6 +189,8 @@ class Program(Drawn):
         yield f"stages {self.stages}"
         yield f"chunks {self.chunks}"
         yield f"placement {self.placement}"
+        if self.hosts is not None:
+            yield f"hosts {' '.join(map(str, self.hosts))}"
         yield f"backward {stage_set_text(self.backward, self.stages)}"
         yield f"memory {'unlimited' if self.memory is None else ' '.join(map(str, self.memory))}"
         yield from (f"checkpoint {each}" for each in self.checkpoints)
@@ -223,6 +230,10 @@ class Program(Drawn):
     def beside(self, worker: int, stage: int) -> int:
         """The worker that holds a stage in the replica of ``worker``."""
         return worker - worker % self.placement.workers + self.placement.worker_of[stage]
+
+    def are_apart(self, one: int, other: int) -> bool:
+        """Whether two workers are on different hosts."""
+        return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
     def home(self, stage: int, microbatch: int) -> int:
         """The worker that computes a stage on a micro-batch."""

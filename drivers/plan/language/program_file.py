@@ -71,6 +71,7 @@ class ProgramParser:
         stages = self.size("stages")
         chunks = self.size("chunks")
         placement = self.placement(workers, replicas, stages)
+        hosts = self.by_worker("hosts", workers, "the host of a worker") if self.upcoming("hosts ") else None
         backward = self.backward(stages)
         memory = self.memory(workers)
         checkpoints = self.checkpoints(stages, chunks, backward)
@@ -104,6 +105,7 @@ class ProgramParser:
             notes,
             continues,
             added,
+            hosts,
         )
 
     def upcoming(self, word: str) -> bool:
@@ -158,14 +160,19 @@ class ProgramParser:
         return tuple(sorted(set(numbers)))
 
     def memory(self, workers: int) -> tuple[int, ...] | None:
-        scanner = self.field("memory ")
-        limits = (
-            None if scanner.accept("unlimited") else scanner.numbers("a number of stage-micro-batches, or unlimited")
-        )
+        if not self.upcoming("memory unlimited"):
+            return self.by_worker("memory", workers, "a number of stage-micro-batches, or unlimited", "limits")
+        self.field("memory unlimited").end()
+        return None
+
+    def by_worker(self, name: str, workers: int, what: str, plural: str = "") -> tuple[int, ...]:
+        """A line with a number for each worker."""
+        scanner = self.field(f"{name} ")
+        numbers = scanner.numbers(what)
         scanner.end()
-        if limits is not None and len(limits) != workers:
-            raise ParseError(f"expected {workers} limits, found {len(limits)}", scanner.line, len("memory ") + 1)
-        return limits
+        if len(numbers) != workers:
+            raise ParseError(f"expected {workers} {plural or name}, found {len(numbers)}", scanner.line, len(name) + 2)
+        return numbers
 
     def checkpoints(self, stages: int, chunks: int, backward: Container[int]) -> tuple[Checkpoints, ...]:
         checkpoints: list[Checkpoints] = []

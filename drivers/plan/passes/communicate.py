@@ -8,9 +8,11 @@ same order:
 Gradients of one value that several stages of a worker make are added there, each as soon as it and those before it in the
 program's order are made. Once all are added, the sum is sent. So the worker holds one of them, not all.
 
-A value is sent as soon as it is made, once to each worker that needs it. It is received right before its first use, or before
-that of a value that is sent after it, because channels deliver in order. It is freed right after its last use. A stage itself
-keeps what it needs of its inputs for its backward. What is for the next run waits in a channel of its own.
+A value is sent as soon as it is made, once to each worker that needs it. Where workers are on several hosts, some get it from
+another worker that needs it, which hands it on right before its first use: hand_on.py says who. A value is received right
+before its first use, or before that of a value that is sent after it, because channels deliver in order. It is freed right
+after its last use. A stage itself keeps what it needs of its inputs for its backward. What is for the next run waits in a
+channel of its own.
 
 Gradients that another worker adds up leave right after the last backward that brings some, so that they are under way while the
 pipeline drains. After its own computations, a worker adds up what it owns, one sum after another, and then takes the sums of
@@ -41,14 +43,18 @@ from pippy.drivers.plan.language.instructions import (
     SendNotes,
 )
 from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.passes.hand_on import Sizes, senders
 from pippy.drivers.plan.proofs.computations import check_computations
 from pippy.drivers.plan.proofs.exchanges import last_backward, last_forward
 from pippy.drivers.plan.proofs.faults import Faults
 from pippy.drivers.plan.proofs.waits import Location, production
 
 
-def add_communication(program: Program, early_recompute: bool = True) -> Program:
+def add_communication(program: Program, early_recompute: bool = True, sizes: Sizes | None = None) -> Program:
     """Lower a valid program for its edges and replicated parameters. A lowered program is lowered again.
+
+    ``sizes`` are the bytes of values, by name: those of a program on several hosts are sent by workers whose hosts have less to
+    send. Without it, each value counts as one.
 
     A forward is computed again before the gradients for its backward are received, so that it is done while the worker would
     wait for them; with ``early_recompute=False``, after they are received.
@@ -63,7 +69,8 @@ def add_communication(program: Program, early_recompute: bool = True) -> Program
     faults = Faults(computations)
     check_computations(computations, faults)
     faults.raise_if_any()
-    return replace(program, orders=tuple(Communication(computations, early_recompute).orders()), lowered=True)
+    communication = Communication(computations, early_recompute, sizes or {})
+    return replace(program, orders=tuple(communication.orders()), lowered=True)
 
 
 Transfer = tuple[
@@ -71,16 +78,17 @@ Transfer = tuple[
 ]  # when it is sent, the rank of that, how it is received, and when it is needed
 
 # The order of what belongs to the same computation.
-RECEIVE, COMPUTE, ADD, SEND, FREE, EXCHANGE = range(6)
+RECEIVE, HAND_ON, COMPUTE, ADD, SEND, FREE, EXCHANGE = range(7)
 
 
 class Communication:
     """The instructions of each worker, each with the index of the computation it belongs to, and its rank there."""
 
-    def __init__(self, program: Program, early_recompute: bool) -> None:
+    def __init__(self, program: Program, early_recompute: bool, sizes: Sizes) -> None:
         self.program = program
         self.places = production(program)
         self.receiving = self.places if early_recompute else self.places | places_of_recomputes(program)
+        self.senders = {} if program.hosts is None else senders(program, self.places, self.receiving, sizes)
         self.sources = {edge.value: edge.source for edge in program.flow}
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
@@ -114,18 +122,24 @@ class Communication:
                 if edge.value in self.program.sum_of:
                     continue
                 last = whole = self.add_additions(worker, index, edge.value, chunk)
-                for local, targets in self.targets[edge.value]:
-                    to = first + local
-                    uses = [self.places[target, chunk][1] for target in targets]
+                readers = {first + local: targets for local, targets in self.targets[edge.value]}
+                first_uses = {to: self.first_use(targets, chunk) for to, targets in readers.items()}
+                sender_of = self.senders.get((edge.value, chunk), {})
+                for to, targets in readers.items():
+                    last_use = max(self.places[target, chunk][1] for target in targets)
                     if to == worker:
-                        last = max(uses)
+                        last = last_use
                         continue
-                    self.due[worker].append((whole, SEND, Send(edge.value, chunk, to)))
-                    first_use = min(self.receiving[target, chunk][1] for target in targets)
-                    transfer = (whole, SEND, Receive(edge.value, chunk, worker), first_use)
-                    self.channels[worker, to].append(transfer)
-                    self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
+                    sender = sender_of.get(to, worker)
+                    sent = (whole, SEND) if sender == worker else (first_uses[sender], HAND_ON)
+                    self.due[sender].append((*sent, Send(edge.value, chunk, to)))
+                    self.channels[sender, to].append((*sent, Receive(edge.value, chunk, sender), first_uses[to]))
+                    self.due[to].append((last_use, FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
+
+    def first_use(self, targets: Iterable[Pass], chunk: int) -> int:
+        """When a worker must have a value for these passes."""
+        return min(self.receiving[target, chunk][1] for target in targets)
 
     def add_additions(self, worker: int, index: int, value: str, chunk: int) -> int:
         """Add to a value what its worker adds to it, if anything. Returns when it is whole."""

@@ -1,4 +1,7 @@
-"""Checks a lowered program worker by worker: each value is there when it is used, and is freed at the end."""
+"""Checks a lowered program worker by worker: each value is there when it is used or sent, and is freed at the end.
+
+A worker that has received a value may hand it on to another that needs it, before a pass of its own takes it.
+"""
 
 from collections import Counter, defaultdict
 
@@ -40,6 +43,7 @@ class WorkerValues:
         }
         self.held: set[MicrobatchValue] = set()
         self.gone: set[MicrobatchValue] = set()
+        self.first_use: dict[MicrobatchValue, Compute] = {}
         self.made: dict[Pass, list[str]] = defaultdict(list)
         self.used: dict[Pass, list[str]] = defaultdict(list)
         self.left: set[MicrobatchValue] = set()  # what this worker keeps for its own next run
@@ -83,6 +87,8 @@ class WorkerValues:
             held = kind.takes(instruction)
             wrong = self.wrong_way(held, self.worker, kind.sends_to(instruction)) if kind.sends_to else []
             problems = wrong or self.absent(held)
+            if kind.sends_to and not problems:
+                problems = self.late(held)
             if not (wrong or isinstance(instruction, Add)):
                 problems = problems + self.not_whole(held)
             if kind.sends_to and held[0] in self.program.going_on:
@@ -107,6 +113,8 @@ class WorkerValues:
             return []
         used = [(value, compute.microbatch) for value in self.used.get(done, ())]
         problems = [problem for held in used for problem in (*self.absent(held), *self.not_whole(held))]
+        for held in used:
+            self.first_use.setdefault(held, compute)
         self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
         return problems
 
@@ -114,6 +122,12 @@ class WorkerValues:
         if held in self.held:
             return []
         return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
+
+    def late(self, held: MicrobatchValue) -> list[str]:
+        """What is wrong with handing the value on now: a pass that has taken it may have changed it in place."""
+        if held not in self.first_use or self.ends[held[0]][0] == self.worker:
+            return []
+        return [f"hands on {held[0]}.{held[1]} after {self.first_use[held]}, which may have changed it"]
 
     def addition(self, add: Add) -> list[str]:
         """What is wrong with adding this value to that one now."""
@@ -146,9 +160,9 @@ class WorkerValues:
         if value not in self.ends:
             return [f"no edge of the program is called {value}"]
         makes, needs = self.ends[value]
-        if source != makes:
+        if source != makes and (source not in needs or value in self.program.going_on):
             return [f"{value} is made on worker {makes}"]
-        if to not in needs:
+        if to not in needs or to == source:
             return [f"{value} is not needed on worker {to}; {' '.join(map(str, needs)) or 'no other worker'} needs it"]
         return []
 

@@ -21,6 +21,7 @@ def build(
     edges: tuple[Edge, ...] | None = None,
     replicated: tuple[Replicated, ...] = (),
     checkpoints: tuple[Checkpoints, ...] = (),
+    hosts: tuple[int, ...] | None = None,
 ) -> Program:
     """A program; it is lowered if anything in it is no computation."""
     parsed = tuple(
@@ -30,6 +31,5 @@ def build(
     lowered = any(word in orders for word in ("send", "receive", "free", "reduce"))
     if backward is None:
         backward = tuple(range(len(placement)))
-    return Program(
-        "test", Placement(placement), chunks, parsed, backward, memory, edges, replicated, lowered, checkpoints
-    )
+    known = memory, edges, replicated, lowered, checkpoints
+    return Program("test", Placement(placement), chunks, parsed, backward, *known, hosts=hosts)

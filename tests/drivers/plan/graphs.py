@@ -1,6 +1,7 @@
 """Stage graphs that are not chains: skips, several consumers, replicated parameters, stages without a backward."""
 
 import random
+from dataclasses import replace
 
 from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
 from pippy.drivers.plan.language.program import Program
@@ -41,3 +42,9 @@ def added_of(edges: list[Edge], rng: random.Random) -> list[tuple[str, ...]]:
         if len(values) > 2:
             del values[: rng.randrange(2)]
     return [tuple(values) for values in given if len(values) > 1 and rng.random() < 0.8]
+
+
+def on_random_hosts(program: Program, rng: random.Random) -> Program:
+    """The program with its workers on some hosts, or all on one."""
+    count = rng.randint(1, program.workers)
+    return replace(program, hosts=tuple(rng.randrange(count) for _ in range(program.workers)) if count > 1 else None)

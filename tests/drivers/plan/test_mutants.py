@@ -27,7 +27,7 @@ from pippy.drivers.plan.language.instructions import (
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import Checkpoint
-from tests.drivers.plan.graphs import with_random_graph
+from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
 from tests.drivers.plan.symbolic import outcome
 
 CHECKPOINTS: list[Checkpoint] = ["never", "always", "except_last", {0: "always"}]
@@ -51,7 +51,9 @@ def random_program(rng: random.Random) -> Program:
         program = replace(program, notes=tuple(stage for stage in range(program.stages) if rng.random() < 0.5))
     if rng.random() < 0.5:
         return program
+    program = on_random_hosts(program, rng)
     lowered = add_communication(program)
+    assert outcome(lowered) == outcome(add_communication(replace(program, hosts=None)))
     if rng.random() < 0.3:  # frees may be left out altogether
         lowered = lowered.with_orders([i for i in order if not isinstance(i, Free)] for order in lowered.orders)
     return lowered

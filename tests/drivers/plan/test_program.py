@@ -1,5 +1,7 @@
 """Instructions and programs go through their text unchanged, and any other text is refused at its line and column."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,12 @@ PROGRAMS = {
     "skips": add_communication(
         make_schedule("1f1b", workers=3, chunks=2).for_graph(
             edges("x F0 -> F1 F2", "y F1 -> F2", "dy B2 -> B1"), [1, 2], [Replicated("emb.weight", (1, 2))]
+        )
+    ),
+    "hosts": add_communication(
+        replace(
+            make_schedule("forward_only", workers=3, chunks=2, replicas=2).for_graph(edges("x F0 -> F1 F2")),
+            hosts=(0, 1, 1, 2, 0, 0),
         )
     ),
     "no edges": make_schedule("fill_drain", workers=2, chunks=1).for_graph([]),
@@ -160,6 +168,22 @@ def test_any_change_of_one_character_is_refused_or_read_as_it_is_written(data):
 
 
 @pytest.mark.parametrize(
+    ("given", "column", "message"),
+    [
+        ("hosts 0 1 1", 7, "expected 6 hosts, found 3"),
+        ("hosts a a b b c c", 7, "expected the host of a worker"),
+        ("hosts 0 1 1 2 0 0 ", 19, "expected the host of a worker"),
+    ],
+)
+def test_hosts_misspelt(given, column, message):
+    text = str(PROGRAMS["hosts"])
+    assert "\nplacement 0 1 2\nhosts 0 1 1 2 0 0\nbackward none\n" in text
+    with pytest.raises(ParseError) as caught:
+        parse_program(text.replace("hosts 0 1 1 2 0 0", given))
+    assert caught.value.column == column and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"chunks": 0}, "chunks=0 must be a whole number of at least 1"),
@@ -171,6 +195,8 @@ def test_any_change_of_one_character_is_refused_or_read_as_it_is_written(data):
         ({"edges": (Edge("x", Pass("F", 0), ()),)}, "no pass needs it; leave the edge out"),
         ({"backward": (1, 0)}, "backward=(1, 0) must name each stage once, in order"),
         ({"memory": (1, -1)}, "memory=(1, -1): -1 must be a whole number of at least 0"),
+        ({"hosts": (0,)}, "hosts of 1 workers for placement 0 1"),
+        ({"hosts": (0, "b")}, "hosts=(0, 'b'): 'b' must be a whole number of at least 0"),
         ({"replicated": (Replicated("w", (0,)), Replicated("w", (1,)))}, "w is there twice; give each name one line"),
         ({"backward": (1,), "edges": edges("x B1 -> B0")}, "stage 0 has no backward; leave the edge out"),
         ({"replicated": (Replicated("w", (0, 9)),)}, "replicated w 0 9: there is no stage 9"),

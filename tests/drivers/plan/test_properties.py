@@ -1,6 +1,8 @@
 """What holds for every schedule on random sizes, placements, stage graphs and costs."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -8,11 +10,11 @@ from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, add_communication, make_schedule, parse_program, simulate_with, validate
 from pippy.drivers.plan.language.errors import PlacementError
-from pippy.drivers.plan.language.instructions import Op
+from pippy.drivers.plan.language.instructions import Free, Op, Receive, Send
 from pippy.drivers.plan.language.placement import make_placement
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
-from tests.drivers.plan.graphs import with_random_graph
+from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
 
 NAMED = [name for name in REGISTRY if name != "list"]
 cost = st.floats(0, 8, allow_nan=False).map(lambda number: round(number * 4) / 4)  # sums of quarters are exact
@@ -80,7 +82,8 @@ def test_every_program_simulates(program: Program, data):
 @given(programs(largest=16), st.integers(0, 2**32))
 @settings(max_examples=35)
 def test_lowered_programs_are_valid_and_run_the_same(program: Program, seed: int):
-    program = with_random_graph(program, random.Random(seed))
+    rng = random.Random(seed)
+    program = on_random_hosts(with_random_graph(program, rng), rng)
     validate(program)
     lowered = add_communication(program)
     validate(lowered)
@@ -93,9 +96,62 @@ def test_lowered_programs_are_valid_and_run_the_same(program: Program, seed: int
 @given(programs(largest=12), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=40)
 def test_every_program_goes_through_its_text(program: Program, seed: int, lower: bool):
-    program = with_random_graph(program, random.Random(seed))
+    rng = random.Random(seed)
+    program = on_random_hosts(with_random_graph(program, rng), rng)
     program = add_communication(program) if lower else program
     assert parse_program(str(program)) == program
+
+
+@given(programs(largest=12), st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_a_value_goes_once_to_each_host(program: Program, seed: int):
+    """Each worker that needs it gets it, and no worker holds it longer than if its maker had sent it."""
+    rng = random.Random(seed)
+    program = on_random_hosts(with_random_graph(program, rng), rng)
+    hosts = program.hosts or (0,) * program.workers
+    sizes = {edge.value: rng.randint(1, 9) for edge in program.flow}
+    lowered, plain = add_communication(program, sizes=sizes), add_communication(replace(program, hosts=None))
+    validate(lowered)
+    entered, got = Counter[tuple[str, int, int]](), Counter[tuple[str, int, int]]()
+    for worker, order in enumerate(lowered.orders):
+        for each in order:
+            if isinstance(each, Receive):
+                got[each.value, each.microbatch, worker] += 1
+                if lowered.are_apart(each.source, worker):
+                    entered[each.value, each.microbatch, hosts[worker]] += 1
+    assert set(entered.values()) <= {1}
+    assert got == Counter(
+        (each.value, each.microbatch, worker)
+        for worker, order in enumerate(plain.orders)
+        for each in order
+        if isinstance(each, Receive)
+    )
+    assert [[each for each in order if isinstance(each, Free)] for order in lowered.orders] == [
+        [each for each in order if isinstance(each, Free)] for order in plain.orders
+    ]
+    one, other = (busiest(each, hosts, sizes) for each in (lowered, plain))
+    assert one <= other
+
+
+def busiest(program: Program, hosts: tuple[int, ...], sizes: dict[str, int]) -> int:
+    """The most that a host sends to others."""
+    sent = Counter[int]()
+    for worker, order in enumerate(program.orders):
+        for each in order:
+            if isinstance(each, Send) and hosts[worker] != hosts[each.to]:
+                sent[hosts[worker]] += sizes[each.value]
+    return max(sent.values(), default=0)
+
+
+@given(st.sampled_from(NAMED), st.integers(1, 8), st.integers(0, 2**32), cost, cost)
+@settings(max_examples=25)
+def test_the_lines_between_two_workers_are_simulated_as_their_channels(
+    name: str, chunks: int, seed: int, size, latency
+):
+    program = with_random_graph(make_schedule(name, workers=2, chunks=chunks), random.Random(seed))
+    costs = Costs(latency=latency, size=size)
+    apart = simulate_with(replace(program, hosts=(0, 1)), costs)
+    assert apart == simulate_with(program, costs)
 
 
 @given(placements(), st.integers(1, 6), st.data())

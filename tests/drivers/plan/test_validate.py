@@ -164,6 +164,70 @@ def test_sends_and_receives(case):
     assert faults(build(orders, (0, 1), backward=(), edges=edges("x F0 -> F1"))) == found
 
 
+HANDED_ON = {
+    "good": ("F0.0, send x.0 to 1 | receive x.0 from 0, send x.0 to 2, F1.0 | receive x.0 from 1, F2.0", []),
+    "before it has come": (
+        "F0.0, send x.0 to 1 | send x.0 to 2, receive x.0 from 0, F1.0 | receive x.0 from 1, F2.0",
+        ["worker 1, send x.0 to 2: needs x.0, which is not here yet"],
+    ),
+    "after it is freed": (
+        "F0.0, send x.0 to 1, free x.0 | receive x.0 from 0, F1.0, free x.0, send x.0 to 2 | "
+        "receive x.0 from 1, F2.0, free x.0",
+        ["worker 1, send x.0 to 2: needs x.0, which was freed"],
+    ),
+    "after a stage took it": (
+        "F0.0, send x.0 to 1 | receive x.0 from 0, F1.0, send x.0 to 2 | receive x.0 from 1, F2.0",
+        ["worker 1, send x.0 to 2: hands on x.0 after F1.0, which may have changed it"],
+    ),
+    "by one that does not need it": (
+        "F0.0, send x.0 to 3 | F1.0 | receive x.0 from 3, F2.0 | receive x.0 from 0, send x.0 to 2, F3.0",
+        [
+            "worker 0, send x.0 to 3: x is not needed on worker 3; 1 2 needs it",
+            "worker 1, F1.0: needs x.0, which is not here yet",
+            "worker 2, receive x.0 from 3: x is made on worker 0",
+            "worker 2, F2.0: needs x.0, which is not here yet",
+            "worker 3, receive x.0 from 0: x is not needed on worker 3; 1 2 needs it",
+            "worker 3, send x.0 to 2: x is made on worker 0",
+        ],
+    ),
+    "to itself": (
+        "F0.0, send x.0 to 1, send x.0 to 2 | receive x.0 from 0, send x.0 to 1, F1.0 | receive x.0 from 0, F2.0",
+        [
+            "worker 1, send x.0 to 1: x is not needed on worker 1; 1 2 needs it",
+            "worker 1, send x.0 to 1: is never received by worker 1",
+        ],
+    ),
+    "back to its maker": (
+        "F0.0, send x.0 to 1, send x.0 to 2, receive x.0 from 1 | receive x.0 from 0, send x.0 to 0, F1.0 | "
+        "receive x.0 from 0, F2.0",
+        [
+            "worker 0, receive x.0 from 1: x is not needed on worker 0; 1 2 needs it",
+            "worker 1, send x.0 to 0: x is not needed on worker 0; 1 2 needs it",
+        ],
+    ),
+    "twice": (
+        "F0.0, send x.0 to 1, send x.0 to 2 | receive x.0 from 0, send x.0 to 2, F1.0 | "
+        "receive x.0 from 0, receive x.0 from 1, F2.0",
+        ["worker 2, receive x.0 from 1: was received before"],
+    ),
+    "in a circle": (
+        "F0.0 | receive x.0 from 2, send x.0 to 2, F1.0 | receive x.0 from 1, send x.0 to 1, F2.0",
+        [
+            "circular wait:\n"
+            "    worker 1 at receive x.0 from 2 waits for worker 2 to do send x.0 to 1\n"
+            "    worker 2 at receive x.0 from 1 waits for worker 1 to do send x.0 to 2"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HANDED_ON)
+def test_values_that_are_handed_on(case):
+    orders, found = HANDED_ON[case]
+    workers = tuple(range(orders.count("|") + 1))
+    assert faults(build(orders, workers, backward=(), edges=edges("x F0 -> F1 F2"))) == found
+
+
 TWO = edges("x F0 -> F1", "y F1 -> F2")
 
 
