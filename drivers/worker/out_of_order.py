@@ -12,6 +12,8 @@ other workers wait for the head's results. So the worker asks two questions of a
     when?    a long wait is expected          at once: the wait is expected, from earlier steps, to be longer than EXPECTED
                                               of the computation's duration
              a short one                      after the worker has waited for WAITED of the computation's duration
+
+A value that this worker hands on to another one is received, and handed on, as soon as the worker finds it here.
 """
 
 import time
@@ -23,7 +25,7 @@ import torch
 
 from pippy.drivers.lowering.flow import taken
 from pippy.drivers.plan.language.edges import Pass, produced_by
-from pippy.drivers.plan.language.instructions import Compute, Op, Receive
+from pippy.drivers.plan.language.instructions import Compute, Op, Receive, Send
 from pippy.drivers.protocol.programs import OutOfOrderLimits
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
@@ -60,51 +62,68 @@ class OutOfOrderExecutor(Executor):
         )
         self._kinds = [f"{each.op}{each.stage}" if isinstance(each, Compute) else "" for each in program.order]
         self._keys = {at: self._key(at) for at, each in enumerate(program.order) if isinstance(each, Receive)}
+        self._handed_on = [
+            at for at in self._keys if any(isinstance(program.order[each], Send) for each in self.queues.followers[at])
+        ]
+        self._to_hand_on: list[int] = []  # those of them that have not come in this step
+        self._running: tuple[Sequence[BoundCall], StepContext]
         self.durations: dict[str, float] = {}  # of each kind of computation, in the latest steps
         self.expected: dict[
             int, float
         ] = {}  # when the values of a computation come, in seconds from the begin of a step
 
     def _go_through(self, code: Sequence[BoundCall], step: StepContext) -> None:
-        queues, self.step = self.queues, step.number
+        queues, self.step, self._running = self.queues, step.number, (code, step)
         queues.begin()
+        self._to_hand_on = list(self._handed_on)
         self.begun, self.late = time.monotonic(), 0.0
         while queues.left:
             free = time.monotonic()
             at = self._next(free)
             for receive in queues.awaited(at):
-                self._do(code, step, receive)
+                self._do(receive)
             begin = time.monotonic()
             self._note_arrival(at, begin, waited=begin - free > _NOTICED)
-            self._do(code, step, at)
+            self._do(at)
             self._note_duration(at, time.monotonic() - begin)
         while rest := queues.rest():
-            self._do(code, step, rest[0])
+            self._do(rest[0])
 
-    def _do(self, code: Sequence[BoundCall], step: StepContext, at: int) -> None:
+    def _do(self, at: int) -> None:
         """Run an instruction, then the sends and frees that waited only for it."""
-        self.at = at
+        (code, step), self.at = self._running, at
         handle, operands = code[at]
         handle(step, *operands)
         for follower in self.queues.done(at):
-            self._do(code, step, follower)
+            self._do(follower)
 
     def _next(self, free: float) -> int:
         """The computation to run now: the head, or one that overtakes it. Waits while there is none."""
+        self._hand_on()
         head = self.queues.head()
         if not self._missing(head):  # most often
             return head
         others = [at for at in self.queues.open()[1:] if self._may_overtake(head, at)]
-        while others and (missing := self._missing(head)):
+        while (others or self._to_hand_on) and (missing := self._missing(head)):
             lacking = {at: self._missing(at) for at in others}  # a snapshot: values may come at any moment
             ready = next((at for at in others if not lacking[at]), None)
             patience = None if ready is None else self._patience(head, ready, free)
             if ready is not None and patience is not None and patience <= 0:
                 return ready
             self.at = missing[0]
-            receives = chain(missing, *lacking.values())
+            receives = chain(missing, *lacking.values(), self._to_hand_on)
             self.transport.wait_any(list(map(self._wanted, receives)), patience)
+            self._hand_on()
         return head
+
+    def _hand_on(self) -> None:
+        """Receive what has come of the values that go on to other workers, and send it there."""
+        for at in [
+            at for at in self._to_hand_on if self.queues.is_done(at) or self.transport.ready(self._wanted(at)[0])
+        ]:
+            self._to_hand_on.remove(at)
+            if not self.queues.is_done(at):
+                self._do(at)
 
     def _may_overtake(self, head: int, at: int) -> bool:
         first, other = self.program.order[head], self.program.order[at]

@@ -20,7 +20,8 @@ Why no worker waits forever:
 2. Everything that the head needs on its own worker comes before it in the program, so it is done.
 3. So a worker that waits takes its head as soon as the head's values come. Of all computations that are not done, on all
    workers, take the one that comes first when the program runs in order. It is the head of its worker. Everything that it
-   needs is done, and was sent when it was made. So this computation can run: some worker always goes on.
+   needs is done, and was sent when it was made, and handed on as soon as a worker that hands it on was idle or between two
+   computations. So this computation can run: some worker always goes on.
 """
 
 from bisect import insort
@@ -105,6 +106,10 @@ class ComputationQueues:
     def awaited(self, at: int) -> list[int]:
         """The receives that a computation needs and that are not done."""
         return [receive for receive in self._arrivals[at] if not self._done[receive]]
+
+    def is_done(self, at: int) -> bool:
+        """Whether an instruction is done."""
+        return bool(self._done[at])
 
     def done(self, at: int) -> list[int]:
         """Note that an instruction is done. Returns the sends, additions and frees that can be done at once."""
