@@ -169,7 +169,7 @@ class PipelineDriverBase(ModelOnWorkers):
         self.schedule, self.replicas, self._auto = schedule.schedule, schedule.replicas, schedule.auto
         given_for_it = self.placement == self._arrangements.first.placement
         limit = self._out_of_order if given_for_it else bool(self._out_of_order)
-        to_send = self.placed, self.commands, self.placement.workers
+        to_send = self.placed, self.commands, self.cluster.hosts_of, self.placement.workers
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
         to_run = self.ranks, self.placement, self.programs, self._auto

@@ -86,6 +86,10 @@ class Cluster:
         asks = routes.has_devices and not (self.closed or self.session.broken)
         return routes.tried(self.session.ways()) if asks else routes
 
+    def hosts_of(self, workers: Sequence[int]) -> tuple[int, ...] | None:
+        """The hosts on which these workers are now, as numbers; None if all are on one."""
+        return self.engine.routes.hosts_of(workers)
+
     def next_driver(self) -> int:
         """The number of another driver."""
         return next(self._drivers)

@@ -17,7 +17,8 @@ def on_devices(devices: Sequence[str]) -> list[int]:
 class Routes:
     """The workers, in groups of which each shares memory; between two groups values go by TCP.
 
-    ``hosts`` has the name of each worker's host. ``reasons`` says why a worker shares no memory with others of its host.
+    ``hosts`` has the name of each worker's host, and ``machines`` a text for each worker that is equal for those of one host,
+    where names may not tell them apart. ``reasons`` says why a worker shares no memory with others of its host.
     ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
     on GPUs, as far as that was tried; and where they do not, the reason.
 
@@ -41,6 +42,7 @@ class Routes:
     only_rpc: bool = False
     devices: tuple[str, ...] = ()
     on_devices: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    machines: tuple[str, ...] = ()
 
     @staticmethod
     def of_host(names: Sequence[str], host: str, shares_memory: bool, devices: tuple[str, ...] = ()) -> "Routes":
@@ -66,6 +68,17 @@ class Routes:
         """
         groups = (tuple(each for each in group if each not in workers) for group in self.groups)
         return replace(self, groups=tuple(filter(None, groups)))
+
+    def hosts_of(self, workers: Sequence[int]) -> tuple[int, ...] | None:
+        """The host of each of these workers, as numbers; None if all are on one.
+
+        >>> routes = Routes(tuple("abcd"), ("node1", "node2", "node1", "node3"), ((0, 2), (1,), (3,)))
+        >>> routes.hosts_of([3, 0, 2]), routes.hosts_of([2, 0])
+        ((0, 1, 1), None)
+        """
+        where = [(self.machines or self.hosts)[worker] for worker in workers]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(where))}
+        return tuple(numbers[host] for host in where) if len(numbers) > 1 else None
 
     def between(self, one: int, other: int) -> str:
         """How a value goes from one worker to another: in "the same process", by "shared memory", "GPU memory" or `far`."""

@@ -77,7 +77,7 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     notes = _noting(compiled, interpreter) if schedule.replicas > 1 else ()
     _check_backward(schedule, work)
     edges = tuple(edges_between(work))
-    program = _fitted(schedule, edges, work, replicated, notes)
+    program = _fitted(schedule, edges, work, replicated, notes, value_sizes(interpreter, work))
     validate(program, buffer)
     worker_of = program.placement.worker_of
     return Lowered(
@@ -107,6 +107,23 @@ def edges_between(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
             if name in makers and makers[name] != key:
                 targets[name].append(key)
     return (Edge(name, makers[name], tuple(takers)) for name, takers in targets.items() if takers)
+
+
+def value_sizes(interpreter: RemoteInterpreter, work: Mapping[Pass, tuple[Work, ...]]) -> dict[str, int]:
+    """The bytes of the values between stages and of their gradients, for the example of the Pipe, as far as they are known."""
+    compiled = interpreter.compiled
+    found = {
+        name: compiled.value_bytes[compiled.wiring.values[node.name]]
+        for node, name in interpreter.names.items()
+        if compiled.wiring.values[node.name] in compiled.value_bytes
+    }
+    calls = [each for its in work.values() for each in its]
+    takes = {each.call: each.takes for each in calls if each.phase == "F"}
+    for each in calls:
+        for gradient, value in zip(each.gives, takes[each.call]) if each.phase == "B" else ():
+            if gradient and value in found:
+                found[gradient] = found[value]
+    return found
 
 
 def _added(work: Mapping[Pass, tuple[Work, ...]], edges: Iterable[Edge]) -> Iterator[tuple[str, ...]]:
@@ -144,6 +161,7 @@ def _fitted(
     work: Mapping[Pass, tuple[Work, ...]],
     replicated: tuple[Replicated, ...],
     notes: tuple[int, ...],
+    sizes: Mapping[str, int],
 ) -> Program:
     """The schedule with the Pipe's edges. A program that has edges already must have the same ones."""
     added = tuple(_added(work, edges))
@@ -156,7 +174,7 @@ def _fitted(
             _check_same("added", set(map(" ".join, schedule.added)), set(map(" ".join, added)))
         return schedule
     backward = [key.stage for key in work if key.phase == "B"]
-    return add_communication(schedule.for_graph(edges, backward, replicated, notes, added))
+    return add_communication(schedule.for_graph(edges, backward, replicated, notes, added), sizes=sizes)
 
 
 def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:

@@ -15,6 +15,7 @@ from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.plan.language.instructions import NOTES, Compute
 from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
@@ -233,15 +234,17 @@ class PlacedPipe:
                 found[worker][location] = value
         return found
 
+    def ranks_of(self, program: Program) -> tuple[int, ...]:
+        """The worker of the cluster for each worker of a program."""
+        placement, replicas = program.placement, self.replicas[: program.replicas]  # a trial has the first one only
+        return tuple(ranks[placement.stages_of(worker)[0]] for ranks in replicas for worker in range(placement.workers))
+
     def programs(
         self, number: int, lowered: Lowered, single_loss: bool, out_of_order: bool | int = False
     ) -> dict[int, AddProgram]:
         """Each worker's part of a program. ``out_of_order`` is what the driver was given."""
         placement, shares = lowered.program.placement, lowered.program.shares
-        replicas = self.replicas[: lowered.program.replicas]  # a trial has the first one only
-        ranks = tuple(
-            ranks[placement.stages_of(worker)[0]] for ranks in replicas for worker in range(placement.workers)
-        )
+        ranks = self.ranks_of(lowered.program)
         values = [*(edge.value for edge in lowered.program.flow), NOTES]
         return {
             rank: AddProgram(

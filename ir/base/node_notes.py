@@ -11,6 +11,7 @@ Nothing else reads or writes `node.meta` (tests/ir/test_node_notes.py). The node
     ADDED            the tracer                  comparison of graphs
     IS_LAYER         `Pipe.from_sequential`      the balancer
     ROW_SIZES        the tracer, of an example   split, buffers that forward assigns
+    BYTES            the tracer, of an example   split
     NO_GRADIENT      the tracer, of an example   split
     IS_TENSOR        an exported program         split
     NAMED_DEVICE     an exported program         split
@@ -71,6 +72,7 @@ MODULE_CALLS = NodeNote[Mapping[str, tuple[str, Any]]]("nn_module_stack", {})
 ADDED = NodeNote[bool]("added", False)  # a check that forward does not have, which a comparison leaves out
 IS_LAYER = NodeNote[bool]("layer", False)  # one layer for the balancer, with or without parameters
 ROW_SIZES = NodeNote[Any]("row_sizes")  # how the value depends on the number of rows (`compare_rows`), or None
+BYTES = NodeNote[int]("bytes")  # those of the value, for the example
 NO_GRADIENT = NodeNote[bool]("no_gradient", False)  # the value can have none
 IS_TENSOR = NodeNote[bool]("is_tensor", False)  # the value is a tensor, not a number or a tuple
 NAMED_DEVICE = NodeNote[torch.device]("names_device")  # the device of the program, which is among the arguments

@@ -10,7 +10,16 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
-from pippy.ir.base.node_notes import DRAWS, GRADIENTS_OFF, IS_TENSOR, NAMED_DEVICE, NO_GRADIENT, ROW_SIZES, copy_place
+from pippy.ir.base.node_notes import (
+    BYTES,
+    DRAWS,
+    GRADIENTS_OFF,
+    IS_TENSOR,
+    NAMED_DEVICE,
+    NO_GRADIENT,
+    ROW_SIZES,
+    copy_place,
+)
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
 from pippy.ir.cut.seen_inputs import seen_inputs
@@ -44,6 +53,12 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         modes=traced.modes,
         kept_whole=traced.kept_whole,
         row_sizes=_row_sizes(plan),
+        value_bytes={
+            value_name(plan, value): BYTES.of(value)
+            for stage in plan.stages
+            for value in stage.inputs
+            if BYTES.is_at(value)
+        },
         without_gradient=frozenset(
             value_name(plan, value) for stage in plan.stages for value in stage.inputs if NO_GRADIENT.of(value)
         ),

@@ -37,7 +37,8 @@ class Compiled(ModelCall):
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``balance`` is the
     result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs`` has the inputs that each stage must not change in place:
     their numbers and names. ``kept_whole`` is that of the traced graph. ``row_sizes`` says of the values between stages, by
-    their names, how they depend on the number of rows; ``without_gradient`` has the names of those that can have no gradient.
+    their names, how they depend on the number of rows; ``value_bytes`` the bytes that they have for the example.
+    ``without_gradient`` has the names of those that can have no gradient.
     """
 
     split_gm: PipeGraphModule
@@ -50,6 +51,7 @@ class Compiled(ModelCall):
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
+    value_bytes: dict[str, int] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -58,7 +58,14 @@ from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
 from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.trace.untraceable import check_model, explained
 from pippy.ir.trace.users_caches import forgetting_one_trace
-from pippy.ir.trace.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
+from pippy.ir.trace.values import (
+    Values,
+    find_row_sizes,
+    knowing_values,
+    none_if_known,
+    note_bytes,
+    note_missing_gradients,
+)
 
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
@@ -135,6 +142,7 @@ def _trace(
         find_row_sizes(recorded.values, recorded.graph, attributes)
         if varying := _kept_for_their_buffers(model, recorded.graph):
             return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
+        note_bytes(recorded.values, recorded.graph)
         note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=call.signature)
     traced.kept_whole = recorded.kept_whole.reasons

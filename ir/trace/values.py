@@ -35,7 +35,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import MarkError
 from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.base.marks import recording_splits
-from pippy.ir.base.node_notes import NO_GRADIENT, ROW_SIZES
+from pippy.ir.base.node_notes import BYTES, NO_GRADIENT, ROW_SIZES
 from pippy.ir.base.trees import leaves, map_leaves, tensors
 from pippy.ir.call.row_sizes import compare_rows
 from pippy.ir.record.nodes import map_nodes
@@ -297,6 +297,14 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
         if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
             dependence = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
             ROW_SIZES.put(node, dependence)
+
+
+def note_bytes(values: Values, graph: fx.Graph) -> None:
+    """Note at each node how many bytes its value has, for the example."""
+    for node in graph.nodes:
+        value = values.of(node)
+        if value is not UNKNOWN:
+            BYTES.put(node, sum(each.numel() * each.element_size() for each in tensors(value)))
 
 
 def note_missing_gradients(values: Values, graph: fx.Graph) -> None:

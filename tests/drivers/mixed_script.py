@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import pippy
+from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
 from pippy.drivers.engines.torchrun.far_peers import FarPeers
@@ -79,6 +80,24 @@ def train(cluster, threads, schedule):
     F.mse_loss(plain(x, no_orders(11)), target).backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+def hand_on(cluster, threads):
+    """Values go once to the other host, and are handed on there; every bit as among threads, which are on one."""
+    model, x, found = AttentionResiduals(len(cluster)), torch.randn(8, 8), []
+    for workers in (cluster, threads):
+        pipe = pippy.pipeline(copy.deepcopy(model), torch.nn.MSELoss())
+        driver = PipelineDriver(pipe, workers, schedule="1f1b", check=False)
+        with driver.record() as recording:
+            loss = driver.run(4, x, x)
+        hosts, sent = workers.hosts_of(range(len(workers))), recording.steps[-1].traffic()
+        assert driver.program(4).hosts == hosts
+        crossed = [each for each in sent if "grad" not in each.value and hosts and hosts[each.source] != hosts[each.to]]
+        found.append(({"loss": loss, **driver.gradients()}, hosts, sum(each.times for each in crossed) / 4))
+        driver.close()
+    (mine, *between), (theirs, *here) = found
+    assert between == [(0, 0, 1, 1), 2] and here == [None, 0], (between, here)
+    assert all(value is theirs[name] or torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 FAULTS = {  # where and how: workers 0 and 1 share memory, 1 and 2 do not, 2 and 3 do
@@ -193,6 +212,8 @@ with pippy.cluster(threads=1, timeout=10.0) as cluster:
         for schedule in SCHEDULES:
             train(cluster, threads, schedule)
     assert until(lambda: not listening(pids)), "the ports for connections of TCP are closed when they stand"
+    with thread_cluster(4) as threads:
+        hand_on(cluster, threads)
     training = fail(cluster)
     lose_a_worker(cluster, training)
     print("lost\n", end="", flush=True)

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from pippy.drivers.engines import threads
@@ -14,6 +15,17 @@ def thread_cluster(n, accelerators=None):
     """A cluster of ``n`` workers; each computes on its accelerator, if some are given."""
     with threads.thread_cluster(n, accelerators=accelerators) as cluster:
         yield cluster
+
+
+@contextmanager
+def as_on_hosts(cluster, hosts):
+    """Inside, the workers of a cluster of threads take themselves for those of these hosts, as "a a b b" names them."""
+    routes = cluster.engine.routes
+    cluster.engine.routes = replace(routes, hosts=tuple(hosts.split()))
+    try:
+        yield cluster
+    finally:
+        cluster.engine.routes = routes
 
 
 @contextmanager

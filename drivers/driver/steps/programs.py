@@ -1,8 +1,8 @@
 """The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
@@ -21,6 +21,8 @@ from pippy.drivers.plan.passes.recompute import Checkpoint
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.pipe import Pipe
+
+HostsOf = Callable[[Sequence[int]], tuple[int, ...] | None]  # of workers of the cluster; None if all are on one
 
 _FORWARD = "forward only"
 
@@ -101,10 +103,11 @@ class RequestedSchedule:
 
 @dataclass(frozen=True)
 class SentProgram:
-    """A program that the workers have, and its number there."""
+    """A program that the workers have, and its number there. It was ``made`` by a schedule, and then lowered."""
 
     number: int
     lowered: Lowered
+    made: Program
     single_loss: bool = False
     out_of_order: bool | int = False
 
@@ -112,7 +115,7 @@ class SentProgram:
 class DriverPrograms:
     """Makes, lowers, sends and keeps the programs of one driver, one for each number of micro-batches.
 
-    ``out_of_order`` and ``single_loss`` are what the driver was given.
+    ``out_of_order`` and ``single_loss`` are what the driver was given. ``hosts_of`` says on which hosts workers are now.
     """
 
     def __init__(
@@ -121,19 +124,25 @@ class DriverPrograms:
         schedule: RequestedSchedule,
         placed: PlacedPipe,
         commands: DriverCommands,
+        hosts_of: HostsOf,
         workers: int,
         single_loss: bool,
         out_of_order: bool | int,
     ) -> None:
         self.pipe, self.schedule, self.placed, self.commands = pipe, schedule, placed, commands
-        self.workers, self.single_loss, self.out_of_order = workers, single_loss, out_of_order
+        self.hosts_of, self.workers, self.single_loss, self.out_of_order = hosts_of, workers, single_loss, out_of_order
         self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
 
     def send_again(self, workers: Collection[int]) -> None:
-        """Send these workers their parts of all programs, as they have none."""
-        for sent in self.sent.values():
+        """Send these workers their parts of all programs, as they have none. If they are on other hosts than those that were
+        in their places, all workers get other programs."""
+        for key, sent in self.sent.items():
+            on_hosts, to = self._on_hosts(sent.made), workers
+            if on_hosts.hosts != sent.lowered.program.hosts:
+                sent, to = replace(sent, lowered=lower(self.pipe, on_hosts)), self.placed.workers
             parts = self.placed.programs(sent.number, sent.lowered, sent.single_loss, sent.out_of_order)
-            self.commands.call({worker: parts[worker] for worker in workers if worker in parts})
+            self.commands.call({worker: parts[worker] for worker in to if worker in parts})
+            self.sent[key] = sent
 
     def next(self, chunks: int, trains: bool) -> SentProgram:
         """The program of the next step with ``chunks`` micro-batches, as far as it is known now."""
@@ -195,12 +204,18 @@ class DriverPrograms:
     def _sent(
         self, chunks: int, name: str, program: Program, single_loss: bool, out_of_order: bool | int
     ) -> SentProgram:
-        lowered, number = lower(self.pipe, program), len(self.sent)
+        lowered, number = lower(self.pipe, self._on_hosts(program)), len(self.sent)
         _check_limit(out_of_order, lowered.program)
         self.commands.call(self.placed.programs(number, lowered, single_loss, out_of_order))
-        self.sent[chunks, name] = SentProgram(number, lowered, single_loss, out_of_order)
+        self.sent[chunks, name] = SentProgram(number, lowered, program, single_loss, out_of_order)
         _log.debug("program for %s sent: %r", name, lowered.program)
         return self.sent[chunks, name]
+
+    def _on_hosts(self, program: Program) -> Program:
+        """A program that knows the hosts of its workers. One that says them itself, or what is sent, stays as it is."""
+        if program.lowered or program.hosts is not None:
+            return program
+        return replace(program, hosts=self.hosts_of(self.placed.ranks_of(program)))
 
 
 def _pipelines(count: int) -> str:

@@ -20,7 +20,7 @@ from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.protocol.urgent import ComeIn, Connect
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
-from pippy.drivers.wire.messages.handed_sockets import hand_over, shared_memory_of, take_over
+from pippy.drivers.wire.messages.handed_sockets import hand_over, shared_memory_of, take_over, this_host
 from pippy.drivers.wire.messages.message_connection import MessageStream, WorkerMessageConnection
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
@@ -55,6 +55,7 @@ def place_of_this_process() -> dict[str, Any]:
     """
     return {
         "host": socket.gethostname(),
+        "machine": this_host(),
         "pid": os.getpid(),
         "began": began(os.getpid()),
         "memory": shared_memory_of(),

@@ -32,7 +32,7 @@ class WorkerPlaces:
 
     >>> places = WorkerPlaces(["a", "b"])
     >>> for worker, host in enumerate(["node1", "node2"]):
-    ...     places.of[worker] = {"host": host, "pid": 4711, "memory": host, "cores": [0, 1]}
+    ...     places.of[worker] = {"host": host, "machine": host, "pid": 4711, "memory": host, "cores": [0, 1]}
     >>> print(places.routes)
     a on node1
     b on node2
@@ -49,8 +49,11 @@ class WorkerPlaces:
         """How values go between the workers, as they are placed now."""
         memory = {worker: place["memory"] for worker, place in sorted(self.of.items())}
         groups = (tuple(at for at, its in memory.items() if its == each) for each in dict.fromkeys(memory.values()))
-        hosts = tuple(self.of[at]["host"] if at in self.of else "" for at in range(len(self.names)))
-        return Routes(self.names, hosts, tuple(groups))
+        hosts, machines = (
+            tuple(self.of[at][what] if at in self.of else "" for at in range(len(self.names)))
+            for what in ("host", "machine")
+        )
+        return Routes(self.names, hosts, tuple(groups), machines=machines)
 
     @property
     def device_type(self) -> str:

@@ -98,6 +98,7 @@ def meet(
         tuple(filter(None, (_workers(rank_info, group) for group in neighbours.groups))),
         {rank_info.worker_of(rank): why for rank, why in neighbours.reasons.items()},
         devices=tuple(device for *_, device in at),
+        machines=tuple(machine for _, _, machine, _ in at),
     )
     if transport == "shared_memory" and len(routes.groups) > 1:
         raise ClusterError(

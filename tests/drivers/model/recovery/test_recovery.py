@@ -6,11 +6,17 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
+from exps.tried_models.residual_streams import AttentionResiduals
+from pippy import PipelineDriver, pipeline
 from pippy.drivers.base.errors import CheckpointError, DriverError, StepError, WorkerLostError
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.routes import Routes
 from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.model.recovery.runs import STAGES, Run, interrupted_in, opened, undisturbed
+from tests.drivers.processes import strike
 
 STEPS = 6
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -194,6 +200,30 @@ def test_recovering_in_another_thread_and_twice_and_with_a_step_under_way(worker
     with pytest.raises(WorkerLostError):
         running.result()
     goes_on(run, expected, 1)
+
+
+def test_a_worker_that_comes_back_on_another_host_gets_its_values_there(workers, monkeypatch):
+    """Before, worker 1 hands on what comes from worker 0; then the two are on one host, and worker 2 on another."""
+    hosts = ["a", "b", "b"]
+    monkeypatch.setattr(
+        Cluster, "hosts_of", lambda self, ranks: Routes(self.workers, tuple(hosts), ()).hosts_of(list(ranks))
+    )
+    x, model = torch.randn(4, 8), AttentionResiduals(STAGES)
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), workers, schedule="1f1b", check=False)
+    expected, links = nn.functional.mse_loss(model(x), x).detach(), []
+    for moved in (False, True):
+        if moved:
+            strike(workers.session.workers[1].pid, signal.SIGKILL)
+            hosts[:] = ["a", "a", "b"]
+            with pytest.raises(WorkerLostError):
+                driver.run(2, x, x)
+            driver.recover()
+        with driver.record() as recording:
+            torch.testing.assert_close(driver.run(2, x, x), expected)
+        links.append({(each.source, each.to) for each in recording.steps[-1].traffic() if each.value == "tanh"})
+        assert driver.program(2).hosts == tuple("ab".index(each) for each in hosts)
+    assert links == [{(0, 1), (1, 2)}, {(0, 1), (0, 2)}]
+    driver.close()
 
 
 @pytest.mark.parametrize("where", ["send_again", "take_kept", "restore"])

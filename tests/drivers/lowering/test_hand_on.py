@@ -1,0 +1,447 @@
+"""Where workers are on several hosts, a value goes once to each host and is handed on there, and no number changes."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from exps import residuals
+from exps.tried_models.residual_streams import AttentionResiduals
+from pippy import MicroBatches, PipelineDriver, pipe_split, pipeline
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.lowering.lower import lower
+from pippy.drivers.plan import add_communication, make_schedule, parse_program, simulate, validate
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
+from pippy.drivers.plan.language.instructions import Receive, Send, parse_instruction
+from tests.drivers.plan.build import build, edges
+from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+def lowered(hosts, workers=4, per_worker=2, chunks=None, name="interleaved_1f1b", pipe=None):
+    pipe = pipe or pipeline(AttentionResiduals(workers * per_worker), nn.MSELoss())
+    schedule = make_schedule(name, workers=workers, chunks=chunks or workers, stages_per_worker=per_worker)
+    return lower(pipe, replace(schedule, hosts=hosts)).program
+
+
+def between_hosts(program, hosts):
+    """How many values each phase sends from host to host in a micro-batch."""
+    phase = {edge.value: edge.source.phase for edge in program.flow}
+    sent = Counter(
+        (phase[each.value], hosts[worker], hosts[each.to])
+        for worker, order in enumerate(program.orders)
+        for each in order
+        if isinstance(each, Send) and hosts[worker] != hosts[each.to]
+    )
+    return {key: count / program.chunks for key, count in sent.items()}
+
+
+def handed_on(program):
+    """The values that workers send which did not make them, as (value, worker, to), of micro-batch 0."""
+    maker = {edge.value: program.placement.worker_of[edge.source.stage] for edge in program.flow}
+    return {
+        (each.value, worker, each.to)
+        for worker, order in enumerate(program.orders)
+        for each in order
+        if isinstance(each, Send) and each.microbatch == 0 and worker != maker[each.value]
+    }
+
+
+# Transfers between hosts
+
+
+@pytest.mark.parametrize(("workers", "per_worker", "once", "each"), [(4, 2, 6, 12), (4, 4, 14, 28), (6, 2, 9, 27)])
+def test_residuals_cross_to_a_host_once(workers, per_worker, once, each):
+    """On two hosts. The way back is as it was: each worker sends one gradient."""
+    hosts = tuple(worker * 2 // workers for worker in range(workers))
+    program, plain = lowered(hosts, workers, per_worker), lowered(None, workers, per_worker)
+    there = [sum(n for (phase, *_), n in between_hosts(its, hosts).items() if phase == "F") for its in (program, plain)]
+    back = [sum(n for (phase, *_), n in between_hosts(its, hosts).items() if phase == "B") for its in (program, plain)]
+    assert there == [once, each] and back == [each, each]
+    known = residuals.formulas_between(workers, per_worker, hosts=2)
+    assert list(known.values()) == [once, each]
+    sends = [sum(isinstance(its, Send) for order in one.orders for its in order) for one in (program, plain)]
+    assert sends[0] == sends[1]  # each worker still gets each value once
+
+
+def test_each_link_of_four_workers_on_two_hosts():
+    hosts = (0, 0, 1, 1)
+    assert between_hosts(lowered(None), hosts) == {("F", 0, 1): 8, ("F", 1, 0): 4, ("B", 0, 1): 4, ("B", 1, 0): 8}
+    assert between_hosts(lowered(hosts), hosts) == {("F", 0, 1): 4, ("F", 1, 0): 2, ("B", 0, 1): 4, ("B", 1, 0): 8}
+
+
+def test_the_text_shows_who_hands_on():
+    program = lowered((0, 0, 1, 1))
+    assert "\nplacement 0 1 2 3 0 1 2 3\nhosts 0 0 1 1\nbackward all\n" in str(program)
+    assert list(map(str, program.orders[2]))[:5] == [
+        "receive tanh.0 from 0",
+        "receive tanh_1.0 from 1",
+        "send tanh.0 to 3",
+        "send tanh_1.0 to 3",
+        "F2.0",
+    ]
+    assert parse_program(str(program)) == program
+    validate(program)
+
+
+def test_on_one_host_nothing_changes():
+    assert Routes.of_host("abcd", "node1", True).hosts_of([0, 1, 2, 3]) is None
+    assert lowered((0, 0, 0, 0)).orders == lowered(None).orders
+    assert "hosts" not in str(lowered(None))
+
+
+def test_workers_with_one_name_of_a_host_are_apart_on_several_machines():
+    routes = Routes(tuple("abc"), ("node", "node", "node"), ((0, 1), (2,)), machines=("x", "x", "y"))
+    assert routes.hosts_of([0, 1, 2]) == (0, 0, 1)
+    assert replace(routes, reasons={2: "no memory"}, machines=("x", "x", "x")).hosts_of([0, 1, 2]) is None
+
+
+# From host to host
+
+
+class Encoded(nn.Module):
+    """Later stages read what the first one gives, which is wide, and take a narrow value from the stage before them."""
+
+    def __init__(self, stages, wide=64):
+        super().__init__()
+        self.encoder = nn.Linear(4, wide)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(stages - 1))
+        self.readers = nn.ModuleList(nn.Linear(wide, 4) for _ in range(stages - 1))
+
+    def forward(self, x):
+        wide = self.encoder(x)
+        x = torch.tanh(x)
+        for layer, reader in zip(self.layers, self.readers):
+            pipe_split()
+            x = layer(x) + reader(wide)
+        return x
+
+
+def forward_only(hosts, example=True):
+    pipe = pipeline(Encoded(len(hosts)), example_args=(torch.randn(3, 4),) if example else None)
+    return lower(pipe, replace(make_schedule("forward_only", workers=len(hosts), chunks=8), hosts=hosts)).program
+
+
+def test_hosts_hand_on_what_one_would_have_to_send_to_all():
+    program = forward_only((0, 1, 2, 3))
+    assert handed_on(program) == {("encoder", 1, 2), ("encoder", 2, 3)}
+    plain = add_communication(replace(program, hosts=None))
+    assert handed_on(plain) == set()
+    size = {edge.value: 64 if edge.value == "encoder" else 4 for edge in program.flow}
+    times = [
+        simulate(replace(each, hosts=program.hosts), size=size, bandwidth=16).makespan for each in (program, plain)
+    ]
+    assert times[0] < 0.5 * times[1]
+
+
+def test_it_is_bytes_that_count_where_they_are_known():
+    """Host 0 makes the wide value, host 1 four narrow ones; so host 1 hands it on if bytes count, and not if values do."""
+    narrow = [f"n{number} F1 -> F2" for number in range(4)]
+    program = make_schedule("forward_only", workers=3, chunks=1).for_graph(edges("wide F0 -> F1 F2", *narrow))
+    program = replace(program, hosts=(0, 1, 2))
+    sizes = {"wide": 100, **{f"n{number}": 1 for number in range(4)}}
+    assert handed_on(add_communication(program)) == set()
+    assert handed_on(add_communication(program, sizes=sizes)) == {("wide", 1, 2)}
+    del sizes["n3"]  # bytes and values are not compared
+    assert handed_on(add_communication(program, sizes=sizes)) == set()
+
+
+def test_the_bytes_are_those_of_the_example():
+    assert handed_on(forward_only((0, 1, 2, 2))) == {("encoder", 2, 3), ("encoder", 1, 2)}
+    compiled = pipeline(Encoded(3), example_args=(torch.randn(3, 4),))
+    assert lower(compiled, make_schedule("1f1b", workers=3, chunks=1)).program.hosts is None
+
+
+def test_the_one_that_needs_it_first_gets_it():
+    """Stage 1 is on the last worker, so that one hands the value on, also where others have lower numbers."""
+    program = build("F0.0 | F3.0 | F2.0 | F1.0", (0, 3, 2, 1), backward=(), hosts=(0, 1, 1, 1)).for_graph(
+        edges("x F0 -> F1 F2 F3", "y F1 -> F2", "z F2 -> F3")
+    )
+    assert handed_on(add_communication(program)) == {("x", 3, 1), ("x", 3, 2)}
+
+
+def test_replicas_are_each_on_hosts_of_their_own():
+    schedule = make_schedule("1f1b", workers=3, chunks=4, replicas=2)
+    pipe = pipeline(AttentionResiduals(3), nn.MSELoss())
+    program = lower(pipe, replace(schedule, hosts=(0, 1, 1, 2, 2, 3))).program
+    sends = {
+        (each.value, each.microbatch, worker, each.to)
+        for worker, order in enumerate(program.orders)
+        for each in order
+        if isinstance(each, Send) and each.value == "tanh"
+    }
+    assert {each for each in sends if each[1] == 0} == {("tanh", 0, 0, 1), ("tanh", 0, 1, 2)}
+    assert {each for each in sends if each[1] == 2} == {("tanh", 2, 3, 4), ("tanh", 2, 3, 5)}
+
+
+# What it costs
+
+
+def test_a_line_between_hosts_is_simulated_by_hand():
+    """x takes 10 to another host. Sent by its maker, it takes the line twice; handed on, stage 2 has it when stage 1 has."""
+    program = build("F0.0 | F1.0 | F2.0", (0, 1, 2), backward=(), edges=edges("x F0 -> F1 F2"), hosts=(0, 1, 1))
+    plain = add_communication(replace(program, hosts=None))
+    costs = {"forward": [1, 1, 1], "size": 10, "latency": 3}
+    assert simulate(program, **costs).makespan == 1 + 10 + 3 + 1
+    assert simulate(replace(plain, hosts=program.hosts), **costs).makespan == 1 + 10 + 10 + 3 + 1
+    assert simulate(plain, **costs).makespan == 1 + 10 + 3 + 1  # channels of their own, on one host
+
+
+def test_a_host_takes_one_value_at_a_time():
+    program = build(
+        "F0.0 | F1.0 | F2.0", (0, 1, 2), backward=(), edges=edges("x F0 -> F2", "y F1 -> F2"), hosts=(0, 1, 2)
+    )
+    assert simulate(program, forward=[1, 1, 1], size=10).makespan == 1 + 10 + 10 + 1
+
+
+def test_the_worker_that_hands_on_holds_the_value_as_before():
+    sizes = PipeBytes((StageBytes(),) * 8, dict.fromkeys((edge.value for edge in lowered(None).flow), 8))
+    one, other = (held_bytes(lowered(hosts), sizes) for hosts in ((0, 0, 1, 1), None))
+    assert [each.peak.total for each in one] == [each.peak.total for each in other]
+    order = lowered((0, 0, 1, 1)).orders[2]
+    at = [str(each) for each in order].index("send tanh.0 to 3")
+    assert one[2].after[at] == one[2].after[at - 1] == 16  # it and another value have come, and none is freed yet
+
+
+# On workers
+
+DRIVERS = [  # the hosts, the schedule, the stages of each worker, and what else
+    ("a a b b", "interleaved_1f1b", 2, {}),
+    ("a b a b", "looped_bfs", 2, {"checkpoint": "always"}),
+    ("a a b b", "zb_v", 2, {}),
+    ("a b b b", "v_min", 2, {}),
+    ("a a b b", "zb_h1", 1, {}),
+    ("a b c d", "dualpipe_v", 2, {"checkpoint": "except_last"}),
+    ("a a b b", "interleaved_1f1b", 2, {"out_of_order": True}),
+    ("a b b b", "1f1b", 1, {"out_of_order": 8}),
+    ("a b a b", "interleaved_1f1b", 2, {"replicas": 2}),
+    ("a b b b", "looped_bfs", 2, {"single_loss": True}),
+    ("a b b b", "1f1b", 1, {"compile": "graphs"}),
+]
+
+
+def trained(cluster, hosts, model, schedule, **options):
+    """The loss and the gradients of a step, what evaluation gives, and the programs of both."""
+    generator = torch.Generator().manual_seed(3)
+    x, target = (torch.randn(15, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    with as_on_hosts(cluster, hosts):
+        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), example_args=(x, target))
+        driver = PipelineDriver(pipe, cluster, schedule=schedule, check=False, **options)
+        loss = driver.run(4, x, target)
+        found = {"loss": loss, **driver.gradients()}
+        programs = [driver.program(4)]
+        with torch.no_grad():
+            found["evaluated"] = driver.run(4, x, target)
+            programs.append(driver.program(4))
+        driver.close()
+    return found, programs
+
+
+@pytest.mark.parametrize(("hosts", "schedule", "per_worker", "options"), DRIVERS)
+def test_a_step_has_the_bits_of_one_host(threads, hosts, schedule, per_worker, options):
+    stages = per_worker * 4 // options.get("replicas", 1)
+    model = AttentionResiduals(stages, layers=2)
+    here, (plain, _) = trained(threads, "a a a a", model, schedule, **options)
+    there, programs = trained(threads, hosts, model, schedule, **options)
+    assert plain.hosts is None and not handed_on(plain)
+    assert all(program.hosts is not None for program in programs)
+    # With gradients, hosts of one worker have as much to send as with values handed on; the replicas have one reader on a host.
+    expected = [options.get("replicas", 1) == 1 and hosts != "a b c d", options.get("replicas", 1) == 1]
+    assert [bool(handed_on(program)) for program in programs] == expected
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        assert value is there[name] or torch.equal(value, there[name]), name
+
+
+def test_unequal_micro_batches_that_are_given(threads):
+    model = AttentionResiduals(4)
+    x, target = torch.randn(7, 8), torch.randn(7, 8)
+    losses = []
+    for hosts in ("a a a a", "a a b b"):
+        with as_on_hosts(threads, hosts):
+            pipe = pipeline(copy.deepcopy(model), nn.MSELoss())
+            driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+            losses.append(driver.run(3, MicroBatches(x.split([4, 1, 2])), MicroBatches(target.split([4, 1, 2]))))
+            assert bool(handed_on(driver.program(3))) == (hosts == "a a b b")
+            driver.close()
+    assert torch.equal(*losses)
+    torch.testing.assert_close(losses[0], nn.functional.mse_loss(model(x), target).detach())
+
+
+def test_values_that_are_no_tensors_are_handed_on(threads):
+    """A tuple with a view that is not contiguous, whole numbers and None: as it came, to the strides."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            made = {"h": self.layers[0](x).view(-1, 2, 3).transpose(1, 2), "n": x.shape[0], "none": None}
+            for layer in self.layers[1:]:
+                pipe_split()
+                x = layer(x) + made["h"].reshape(-1, 6) * made["h"].stride(1) + (0 if made["none"] is None else 1)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(8, 6)
+    with as_on_hosts(threads, "a b b b"):
+        pipe = pipeline(model, nn.MSELoss(), example_args=(x, x))
+        driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+        loss = driver.run(1, x, x)
+        assert handed_on(driver.program(1))
+        driver.close()
+    torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), x).detach())
+
+
+# Changes in place
+
+
+class Changes(nn.Module):
+    """A part that tracing does not look into, and that changes what it is given."""
+
+    def forward(self, x):
+        return x.mul_(2.0) + 1.0
+
+
+class KeepingChanges(fx.Tracer):
+    def is_leaf_module(self, module, path):
+        return isinstance(module, Changes) or super().is_leaf_module(module, path)
+
+
+class Changed(nn.Module):
+    """Of the two stages that read a value, one changes it in place. Neither waits for the other."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.change, self.where = nn.Linear(4, 4), Changes(), where
+
+    def forward(self, x):
+        y = self.first(x)
+        found = []
+        for stage in (1, 2):
+            pipe_split()
+            found.append(self.change(y) if self.where == stage else y + 1.0)
+        pipe_split()
+        return found[0] * found[1]
+
+
+def test_the_last_stage_that_reads_a_value_may_change_it(threads):
+    """It is on the worker that gets the value first, and what that hands on is what came."""
+    model, x = Changed(where=2), torch.randn(4, 4)
+    with as_on_hosts(threads, "a b b c"), torch.no_grad():
+        pipe, placed = pipeline(model, tracer=KeepingChanges()), {0: 0, 1: 2, 2: 1, 3: 0}
+        driver = PipelineDriver(pipe, threads, schedule="fill_drain", placement=placed, world_size=3)
+        assert torch.equal(driver.run(2, x), model(x))
+        assert handed_on(driver.program(2)) == {("first", 1, 2)}
+        order = list(map(str, driver.program(2).orders[1]))
+        assert order.index("send first.0 to 2") < order.index("F2.0")
+        driver.close()
+
+
+def test_another_stage_that_changes_it_is_refused_as_on_one_host(threads):
+    x = torch.randn(4, 4)
+    said = []
+    for hosts in ("a a a a", "a b b b"):
+        with as_on_hosts(threads, hosts):
+            pipe = pipeline(Changed(where=1), tracer=KeepingChanges())
+            driver = PipelineDriver(pipe, threads, schedule="1f1b", world_size=3)
+            with torch.no_grad(), pytest.raises(StepError, match=r"changed.* in place") as caught:
+                driver.run(2, x)
+            said.append(str(caught.value).splitlines()[-1])
+            driver.close()
+    assert said[0] == said[1]
+
+
+# Programs of other kinds
+
+
+class Skip(nn.Module):
+    """The last stage takes what the first and the second one give, the latter first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = self.first(x)
+        pipe_split()
+        z = self.second(y)
+        pipe_split()
+        return self.third(z) + y
+
+
+def test_a_worker_out_of_order_hands_on_before_it_can_use_the_value(threads):
+    """By hand: worker 1 uses the value with what worker 2 makes of it, and that worker 2 gets from worker 1."""
+    pipe, x = pipeline(Skip(), nn.MSELoss()), torch.randn(6, 8)
+    schedule = make_schedule("fill_drain", workers=3, chunks=3, placement={0: 0, 1: 2, 2: 1})
+    program = lower(pipe, schedule).program
+    orders = [[str(each) for each in order] for order in program.orders]
+    for chunk in range(3):
+        received, sent = f"receive first.{chunk} from 0", f"send first.{chunk} to 2"
+        orders[0].remove(sent)
+        orders[1].remove(received)
+        at = orders[1].index(f"receive second.{chunk} from 2")
+        orders[1][at:at] = [received, sent]
+        orders[2][orders[2].index(received)] = f"receive first.{chunk} from 1"
+    by_hand = program.with_orders(map(parse_instruction, order) for order in orders)
+    losses = set()
+    for each, options in ((program, {}), (by_hand, {}), (by_hand, {"out_of_order": True})):
+        driver = PipelineDriver(pipe, threads, schedule=each, world_size=3, check=False, step_timeout=20.0, **options)
+        losses.update(driver.run(3, x, x).item() for _ in range(3))
+        driver.close()
+    assert len(losses) == 1
+
+
+def test_a_program_that_says_what_is_sent_stays_as_it_is(threads):
+    pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
+    program = lower(pipe, make_schedule("1f1b", workers=4, chunks=2)).program
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+        assert driver.program(2) == program
+        given = replace(make_schedule("1f1b", workers=4, chunks=2), hosts=(0, 1, 1, 1))
+        other = PipelineDriver(pipe, threads, schedule=given, check=False)
+        assert other.program(2).hosts == (0, 1, 1, 1)
+        other.close()
+        driver.close()
+
+
+def test_the_automatic_schedule_hands_on(threads):
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    with as_on_hosts(threads, "a a b b"):
+        pipe = pipeline(AttentionResiduals(4), nn.MSELoss(), example_args=(x, target))
+        driver = PipelineDriver(pipe, threads, schedule="auto", check=False)
+        losses = set()
+        for _ in range(8):
+            losses.add(driver.run(2, x, target).item())
+            assert handed_on(driver.program(2))
+        assert driver.choice is not None and len(losses) == 1
+        driver.close()
+
+
+def test_recorded_values_are_those_of_the_links(threads):
+    """Counted on the wires: what worker 2 sends to worker 3 are the values that came from the other host, and its own."""
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipeline(AttentionResiduals(4), nn.MSELoss()), threads, schedule="1f1b", check=False)
+        with driver.record() as recording:
+            driver.run(2, x, target)
+        driver.close()
+    links = Counter()
+    for moved in recording.steps[-1].traffic():
+        if "grad" not in moved.value:
+            links[moved.source, moved.to] += moved.bytes
+    assert links == {(0, 1): 512, (0, 2): 512, (1, 2): 512, (2, 3): 3 * 512}
+    orders = recording.steps[-1].program.orders
+    assert not any(isinstance(each, Receive) and each.source < 2 for each in orders[3])
