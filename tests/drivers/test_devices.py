@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, create_autospec
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.multiprocessing import reductions
 from torch.nn import functional as F
 
+from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import (
     MultiUseParameterConfig,
     Pipe,
@@ -23,6 +25,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.plan import make_schedule
 from pippy.drivers.wire.gpu import accelerator as accelerator_module
 from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
@@ -59,6 +62,27 @@ def devices(request, simulated):
     with ExitStack() as opened:
         yield opened.enter_context(gpus() if request.param == "cuda" else thread_cluster(4, [*simulated, None]))
     assert {fault for device in simulated for fault in device.faults} == set()
+
+
+@pytest.mark.parametrize("options", [{}, {"out_of_order": True}])
+def test_a_device_hands_values_on(devices, options):
+    """Worker 1, as if it were on another host with workers 2 and 3, hands on what worker 0 has made."""
+    torch.manual_seed(0)
+    plain, x, target = AttentionResiduals(4).double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    program = replace(make_schedule("1f1b", workers=4, chunks=3), hosts=(0, 1, 1, 1))
+    pipe = pipeline(copy.deepcopy(plain), nn.MSELoss())
+    driver = PipelineDriver(pipe, devices, schedule=program, check=False, **options)
+    for _ in range(2):
+        driver.zero_grad()
+        loss = driver.run(3, x, target)
+    expected = F.mse_loss(plain(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(driver.gradients()[name], parameter.grad)
+    orders = [list(map(str, order)) for order in driver.program(3).orders]
+    assert "send tanh.0 to 3" in orders[1] and "send tanh.0 to 2" in orders[1] and "send tanh.0 to 2" not in orders[0]
 
 
 @pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("zb_h1", {}), ("1f1b", {"out_of_order": True})])

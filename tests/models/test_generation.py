@@ -23,7 +23,7 @@ from pippy.errors import GenerationError, StepError, WorkerLostError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
 from tests.drivers.processes import close_open_cluster, hearing_of_deaths, stop, within
-from tests.drivers.thread_cluster import thread_cluster
+from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
 from tests.models.hugging_face import MODELS, transformers
 
 WORDS, ROWS, LENGTH = 31, 5, 6
@@ -121,6 +121,15 @@ def test_generates_what_the_plain_model_generates_before_and_after_training(thre
     assert all(module.training for module in model.modules())
     driver.copy_to(model)
     check_cases(driver, model, CASES[:3])
+
+
+def test_on_several_hosts_tokens_are_sent_as_on_one(threads):
+    with as_on_hosts(threads, "a a b b"):
+        model = llama()
+        driver = PipelineDriver1F1B(pipe_of(model, 4), threads)
+        check_cases(driver, model, CASES[:1])
+        assert [each.hosts for each in driver.generation_programs(2)] == [None, None]
+        assert driver.program(2).hosts == (0, 0, 1, 1)
 
 
 def test_rows_end_at_different_tokens(threads):

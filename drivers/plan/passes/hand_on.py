@@ -45,17 +45,20 @@ def senders(program: Program, made: Places, needed: Places, sizes: Sizes) -> dic
     >>> senders(program, production(program), production(program), {})
     {('x', 0): {1: 0, 2: 0, 3: 2}}
     """
-    edges = [edge for edge in program.flow if not (edge.goes_on or edge.value in program.sum_of)]
-    if not any(_leaves_often(program, edge) for edge in edges):
-        return {}
-    begins = _begins(program, made, needed)
+    travel = [edge for edge in program.flow if not (edge.goes_on or edge.value in program.sum_of)]
+    leaves_often = {edge.value: _leaves_often(program, edge) for edge in travel}
+    edges, once = ([edge for edge in travel if leaves_often[edge.value] == often] for often in (True, False))
+    begins = _begins(program, made, needed) if edges else {}
     if not begins:
         return {}
-    known = all(edge.value in sizes for edge in edges)
+    if not all(edge.value in sizes for edge in travel):
+        sizes = {}
     found: dict[MicrobatchValue, Senders] = {}
-    for chunk in range(program.chunks):
-        moves = list(_moves(program, edges, chunk, made, needed, begins, sizes if known else {}))
-        found.update(((move.value, chunk), its) for move, its in zip(moves, _chosen(moves)) if len(its) > 1)
+    for first, share in zip(range(0, program.workers, program.placement.workers), program.shares):
+        others = _load_of_others(program, once, first, sizes)
+        for chunk in share:
+            moves = list(_moves(program, edges, chunk, made, needed, begins, sizes))
+            found.update(((move.value, chunk), its) for move, its in zip(moves, _chosen(moves, others)))
     return found
 
 
@@ -127,11 +130,22 @@ def _moves(
         yield _Move(edge.value, maker, program.hosts[maker], readers, sizes.get(edge.value, 1))
 
 
-def _chosen(moves: Sequence[_Move]) -> list[Senders]:
-    """Who sends each of these values to whom."""
+def _load_of_others(program: Program, edges: Sequence[Edge], first: int, sizes: Sizes) -> dict[int, float]:
+    """What each host sends of the values that one worker elsewhere needs, in the replica whose first worker this is."""
+    assert program.hosts is not None
+    load: dict[int, float] = defaultdict(float)
+    for edge in edges:
+        maker, *readers = (program.beside(first, end.stage) for end in edge.ends)
+        if any(program.are_apart(maker, reader) for reader in readers):
+            load[program.hosts[maker]] += sizes.get(edge.value, 1)
+    return load
+
+
+def _chosen(moves: Sequence[_Move], others: Mapping[int, float]) -> list[Senders]:
+    """Who sends each of these values to whom. ``others`` is what hosts have to send beside them."""
     from_makers = [dict.fromkeys((first for _, first in move.first_readers), move.maker) for move in moves]
-    spread = _spread(moves)
-    between = spread if _busiest(moves, spread) < _busiest(moves, from_makers) else from_makers
+    spread = _spread(moves, others)
+    between = min(from_makers, spread, key=lambda firsts: _busiest(moves, firsts, others))
     return [
         {
             reader: firsts.get(reader, move.maker if host == move.home else readers[0])
@@ -142,12 +156,12 @@ def _chosen(moves: Sequence[_Move]) -> list[Senders]:
     ]
 
 
-def _spread(moves: Sequence[_Move]) -> list[Senders]:
+def _spread(moves: Sequence[_Move], others: Mapping[int, float]) -> list[Senders]:
     """Who sends the values to the first readers, so that hosts have about as much to send to others.
 
     The first of these gets a value from its maker, as nobody else has it then.
     """
-    load: dict[int, float] = defaultdict(float)
+    load = defaultdict(float, others)
     for move in moves:
         load[move.home] += move.size if move.first_readers else 0
     found = []
@@ -162,9 +176,9 @@ def _spread(moves: Sequence[_Move]) -> list[Senders]:
     return found
 
 
-def _busiest(moves: Sequence[_Move], firsts: Sequence[Senders]) -> float:
+def _busiest(moves: Sequence[_Move], firsts: Sequence[Senders], others: Mapping[int, float]) -> float:
     """The most that a host sends to others."""
-    load: dict[int, float] = defaultdict(float)
+    load = defaultdict(float, others)
     for move, chosen in zip(moves, firsts):
         hosts = {move.maker: move.home, **{first: host for host, first in move.first_readers}}
         for sender in chosen.values():
