@@ -87,7 +87,13 @@ class Cluster:
         return routes.tried(self.session.ways()) if asks else routes
 
     def hosts_of(self, workers: Sequence[int]) -> tuple[int, ...] | None:
-        """The hosts on which these workers are now, as numbers; None if all are on one."""
+        """The hosts on which these workers are now, as numbers; None if all are on one.
+
+        >>> from pippy import cluster
+        >>> with cluster(2, threads=1) as workers:
+        ...     print(workers.hosts_of([0, 1]))
+        None
+        """
         return self.engine.routes.hosts_of(workers)
 
     def next_driver(self) -> int:

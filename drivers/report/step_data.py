@@ -171,6 +171,15 @@ class StepData:
         moved = [Traffic(*edge, len(sizes), sum(sizes)) for edge, sizes in sizes_of.items()]
         return sorted(moved, key=lambda each: -each.bytes)
 
+    def between_hosts(self) -> dict[tuple[int, int], int]:
+        """The bytes that went from host to host, by the numbers that the program has for hosts."""
+        sums: dict[tuple[int, int], int] = {}
+        for moved in self.traffic():
+            if self.program.hosts and self.program.are_apart(moved.source, moved.to):
+                link = self.program.hosts[moved.source], self.program.hosts[moved.to]
+                sums[link] = sums.get(link, 0) + moved.bytes
+        return dict(sorted(sums.items()))
+
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds."""
         return self.program.stages_of(worker)

@@ -153,7 +153,9 @@ def traffic(step: StepData) -> str:
         )
     if not rows:
         return "<p>No value went from worker to worker.</p>"
-    total = f"<p>{size(sum(each.bytes for each in step.traffic()))} in all.</p>"
+    parts = [f"{size(sum(each.bytes for each in step.traffic()))} in all"]
+    parts += [f"{size(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()]
+    total = f"<p>{'; '.join(parts)}.</p>"
     return total + report_table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
 

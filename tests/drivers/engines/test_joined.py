@@ -102,6 +102,7 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         assert sorted(map(len, workers.routes.groups)) == [1, 2]
         (far,) = next(group for group in workers.routes.groups if len(group) == 1)
         near = 1 if far != 1 else 0
+        assert workers.hosts_of([far, near]) == (0, 1) and workers.hosts_of(sorted({0, 1, 2} - {far})) is None
         run = Run(workers)
         with ExitStack() as stack:
             run.step(0)

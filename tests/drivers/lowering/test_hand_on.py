@@ -17,6 +17,7 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, simulate, validate
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.instructions import Receive, Send, parse_instruction
+from pippy.drivers.report import tables
 from tests.drivers.plan.build import build, edges
 from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
 
@@ -443,5 +444,9 @@ def test_recorded_values_are_those_of_the_links(threads):
         if "grad" not in moved.value:
             links[moved.source, moved.to] += moved.bytes
     assert links == {(0, 1): 512, (0, 2): 512, (1, 2): 512, (2, 3): 3 * 512}
+    assert recording.steps[-1].between_hosts() == {(0, 1): 2 * 512, (1, 0): 4 * 512}
+    assert "in all; 1 KiB from host 0 to host 1; 2 KiB from host 1 to host 0.</p>" in tables.traffic(
+        recording.steps[-1]
+    )
     orders = recording.steps[-1].program.orders
     assert not any(isinstance(each, Receive) and each.source < 2 for each in orders[3])
