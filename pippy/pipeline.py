@@ -74,7 +74,7 @@ def pipeline(
         in_flight: how many micro-batches a stage holds at a time. By default as many as under 1F1B, which is 1 in the last
             stage and one more in each before it.
         link: the speed of the link between two workers, as in "10Gbit" or "1.25GB/s", for stages that are alike in time: the
-            time in which a stage takes and sends values then counts, too.
+            time in which a stage takes and sends values then counts, too. "measured" measures it on the current cluster.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
 
     >>> import torch

@@ -19,12 +19,13 @@ from pippy.balance.counted_stages import CountedStages
 from pippy.balance.figures import Figures, figures_of
 from pippy.balance.kept_by_operations import kept_by_operations
 from pippy.balance.kept_bytes import UnitValue
+from pippy.balance.measured_link import measured_link
 from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split, without_numbers
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
-from pippy.balance.transfer_times import Link, TransferTimes, link_of
+from pippy.balance.transfer_times import MEASURED_LINK, Link, TransferTimes, link_of
 from pippy.balance.weighing import Weighing
 from pippy.balance.within_limit import Count, cuts_within
 from pippy.drivers.plan.choice.byte_sizes import byte_count
@@ -75,7 +76,8 @@ class Balancer:
         self.policy = self.asked = read_split(split, num_stages, self.request.has_example)
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
-        self.link = None if link is None else link_of(link)
+        self.link = None if link is None or link == MEASURED_LINK else link_of(link)
+        self.measures_link = link == MEASURED_LINK
         self.progress, self.clock = progress, clock
         self._check_link()
 
@@ -85,6 +87,8 @@ class Balancer:
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
         self._check_link()
+        if self.measures_link:
+            self.link = measured_link(self.policy.stages)
         spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
         figures = figures_of(traced, spec, self.param_scale)
         profile = self._profile(traced) if self.request.has_example else None
@@ -130,9 +134,10 @@ class Balancer:
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within, link_note)
 
     def _check_link(self) -> None:
-        if self.link is not None and self.policy.kind != "time":
+        given = MEASURED_LINK if self.measures_link else self.link and self.link.text
+        if given is not None and self.policy.kind != "time":
             raise BalanceError(
-                f"link={self.link.text!r} is counted beside the measured time of operations, and split={self.policy.text!r} "
+                f"link={given!r} is counted beside the measured time of operations, and split={self.policy.text!r} "
                 "measures none; give split='time', num_stages and example_args, the arguments of one micro-batch"
             )
 

@@ -20,6 +20,7 @@ from pippy.balance.run_table import Rectangle, RunTable
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 
+MEASURED_LINK = "measured"  # in place of a speed: that between the workers of the current cluster
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SPEED = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", re.ASCII | re.IGNORECASE)
 
@@ -82,6 +83,6 @@ def link_of(given: Any) -> Link:
     if not (isfinite(speed) and speed > 0):
         raise BalanceError(
             f'link={brief(given)} is no speed; give bits or bytes per second with a unit, as in link="10Gbit" or '
-            'link="1.25GB/s", or a number of bytes per second'
+            'link="1.25GB/s", or a number of bytes per second, or link="measured" in a cluster'
         )
     return Link(speed, given if isinstance(given, str) else f"{given:g} B/s")

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pippy import Pipe, pipeline
+from pippy.balance import measured_link
 from pippy.balance.balancer import Balancer
 from pippy.balance.kept_bytes import UnitValue
 from pippy.balance.partition import runs
 from pippy.balance.transfer_times import TransferTimes, link_of
+from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.simulate import simulate
 from pippy.drivers.plan.language.instructions import Send
@@ -21,6 +23,7 @@ from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.trace.trace import trace
 from tests.balance.test_profile import Tick
+from tests.drivers.thread_cluster import thread_cluster
 
 ROWS = 4
 ONE_PER_BYTE = "8Gbit"  # a nanosecond for each byte
@@ -195,3 +198,71 @@ def test_a_link_needs_measured_times_and_the_advice_works():
     assert torch.equal(pipe(x), model(x))
     made = Pipe.from_sequential(model, cut=Balancer("time", 2, example_args=(x,), link="1Gbit"))
     assert made.balance.link_note.startswith("link 1Gbit")
+
+
+# link="measured"
+
+
+def test_the_slowest_measured_link_counts_as_if_it_was_given(monkeypatch):
+    """The time of a value there and back is made up: what all take, and the bytes over a speed of the pair's own."""
+    speeds, asked = {(0, 1): 4e9, (1, 2): 1e9}, []
+
+    def seconds(driver, size):
+        asked.append((tuple(driver.ranks), size))
+        return 0.003 + size / speeds[tuple(driver.ranks)]
+
+    monkeypatch.setattr(measured_link, "there_and_back", seconds)
+    widths, factors = [2, 40, 2, 40, 40, 2], [10, 10, 10, 16, 14]
+    with thread_cluster(4):
+        found = balanced(Chain(widths, factors), 3, "measured")
+    given = balanced(Chain(widths, factors), 3, ONE_PER_BYTE)
+    assert [(each.first, each.transfers) for each in found.stages] == [
+        (each.first, each.transfers) for each in given.stages
+    ]
+    assert found.link_note == given.link_note.replace(
+        "8Gbit", "measured, 1 GB/s from worker1 to worker2, the slowest of 2"
+    )
+    assert {pair for pair, _ in asked} == {(0, 1), (1, 2)}, "three stages need two links of the four workers"
+    most = max(size for _, size in asked)
+    assert most / 4e9 < 0.02 <= 0.003 + most / 1e9 and most <= measured_link.LARGEST
+
+
+def test_a_link_that_is_as_quick_with_more_bytes_has_the_speed_of_the_large_value(monkeypatch):
+    monkeypatch.setattr(
+        measured_link, "there_and_back", lambda driver, size: 0.002 if size > measured_link.SMALL else 0.003
+    )
+    with thread_cluster(2):
+        assert measured_link.measured_link(2).bytes_per_second == measured_link.LARGEST / 0.002
+
+
+def test_workers_pass_values_to_measure_their_link(monkeypatch):
+    """So many bytes go to the next worker, and one number comes back; no driver is left."""
+    monkeypatch.setattr(measured_link, "LARGEST", 1 << 20)
+    with thread_cluster(3) as workers:
+        transports = [each.context.transport for each in workers.engine.workers]
+        before = torch.get_rng_state()
+        found = measured_link.measured_link(2)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert found.bytes_per_second > 0 and found.text.endswith(" from worker0 to worker1")
+        there, back = transports[0].sent[1], transports[1].sent[0]
+        sizes = (measured_link.SMALL, measured_link.FIRST)
+        assert there.bytes == (measured_link.TIMES + 1) * sum(sizes) and there.values == 2 * (measured_link.TIMES + 1)
+        assert back.bytes == 4 * there.values and not transports[2].sent
+        assert not workers.open_drivers
+
+
+def test_a_link_that_cannot_be_measured_is_refused(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4)
+
+    def none():
+        raise ClusterError("no cluster is open; open one: with cluster(2) as workers: ...")
+
+    with thread_cluster(1), pytest.raises(BalanceError, match="the current cluster is on one; leave link out"):
+        pipeline(model, num_stages=2, example_args=(x,), link="measured")
+    with thread_cluster(2), pytest.raises(BalanceError, match="the stages are on one; leave link out"):
+        pipeline(model, num_stages=1, example_args=(x,), link="measured")
+    with pytest.raises(BalanceError, match=r"link='measured' is counted beside the measured time.*give split='time'"):
+        pipeline(model, split="parameters", num_stages=2, link="measured")
+    monkeypatch.setattr(measured_link, "current_cluster", none)
+    with pytest.raises(BalanceError, match=r'but no cluster is open.*or say how fast the link is, as in link="10Gbit"'):
+        pipeline(model, num_stages=2, example_args=(x,), link="measured")
