@@ -177,10 +177,11 @@ class DriverPrograms:
             return self.sent[chunks, name]
         program = self.schedule.make(chunks, self.workers)
         if not trains:
-            placement, replicas = program.placement, program.replicas
+            placement, replicas, hosts = program.placement, program.replicas, program.hosts
             program = make_schedule(
                 "forward_only", workers=placement.workers, chunks=chunks, placement=placement, replicas=replicas
             )
+            program = replace(program, hosts=hosts)
         return self._send(chunks, name, program, trains)
 
     def for_trial(self, chunks: int, single_loss: bool = False) -> SentProgram:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -411,10 +412,66 @@ def test_a_program_that_says_what_is_sent_stays_as_it_is(threads):
     with as_on_hosts(threads, "a a b b"):
         driver = PipelineDriver(pipe, threads, schedule=program, check=False)
         assert driver.program(2) == program
-        given = replace(make_schedule("1f1b", workers=4, chunks=2), hosts=(0, 1, 1, 1))
-        other = PipelineDriver(pipe, threads, schedule=given, check=False)
-        assert other.program(2).hosts == (0, 1, 1, 1)
-        other.close()
+        driver.close()
+
+
+@pytest.mark.parametrize(("given", "hands_on"), [((0, 1, 1, 1), True), ((0, 0, 0, 0), False)])
+def test_hosts_that_a_program_says_are_those_that_count(threads, given, hands_on):
+    pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
+    program = replace(make_schedule("1f1b", workers=4, chunks=2), hosts=given)
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):
+                assert driver.program(2).hosts == given
+                assert bool(handed_on(driver.program(2))) == hands_on
+        driver.close()
+
+
+class Fails(nn.Module):
+    """Fails when it is told to, behind what its worker hands on."""
+
+    now = False
+
+    def forward(self, x):
+        if Fails.now:
+            raise ValueError("it was told to fail")
+        return x * 1.0
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.fails = nn.Linear(4, 4), Fails()
+
+    def forward(self, x):
+        y = self.first(x)
+        pipe_split()
+        z = self.fails(y)
+        pipe_split()
+        return z + y
+
+
+class KeepingFails(fx.Tracer):
+    def is_leaf_module(self, module, path):
+        return isinstance(module, Fails) or super().is_leaf_module(module, path)
+
+
+@pytest.mark.parametrize("out_of_order", [False, True])
+def test_a_worker_that_fails_behind_what_it_has_handed_on(threads, monkeypatch, out_of_order):
+    """What the next worker got of that step is dropped, and the next step is a good one."""
+    model, x = Failing(), torch.randn(4, 4)
+    with as_on_hosts(threads, "a b b b"):
+        driver = PipelineDriver(
+            pipeline(copy.deepcopy(model), nn.MSELoss(), tracer=KeepingFails()),
+            threads, schedule="1f1b", world_size=3, check=False, out_of_order=out_of_order,
+        )  # fmt: skip
+        assert handed_on(driver.program(2)) == {("first", 1, 2)}
+        for fails in (True, False, True, False):
+            monkeypatch.setattr(Fails, "now", fails)
+            with pytest.raises(StepError, match="it was told to fail") if fails else nullcontext():
+                torch.testing.assert_close(driver.run(2, x, x), nn.functional.mse_loss(model(x), x).detach())
+        assert not any(each.context.transport.received.values for each in threads.engine.workers)
         driver.close()
 
 
