@@ -13,9 +13,9 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
-from pippy.drivers.plan.language.instructions import NOTES, Compute
+from pippy.drivers.plan.language.instructions import NOTES
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.program import Program, computations_of
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
@@ -311,7 +311,7 @@ def _limits(placement: Placement, worker: int, out_of_order: bool | int) -> OutO
 
 
 def _own_work(lowered: Lowered, order: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    stages = {instruction.stage for instruction in order if isinstance(instruction, Compute)}
+    stages = {each.stage for each in computations_of(order)}
     for key, work in lowered.work.items():
         if key.stage in stages:
             yield key, work

@@ -47,7 +47,7 @@ ROUNDING = 1e-9  # of a step; smaller parts are none
 def step_parts(step: StepData) -> dict[StepPart, float]:
     """The seconds of each part. They add up to the length of the step."""
     medians, program = step.medians, step.program
-    usual = [medians[each.op][each.stage] for order in program.orders for each in order if isinstance(each, Compute)]
+    usual = [medians[each.op][each.stage] for order in program.computations for each in order]
     foreseen = float(step.predicted.makespan)
     even = min(foreseen, float(predicted(program, evened(medians)).makespan))
     least = min(even, sum(usual) / program.workers)

@@ -29,6 +29,7 @@ from pippy.drivers.plan.language.instructions import (
     own_value,
     sum_value,
 )
+from pippy.drivers.plan.language.program import computations_of, computes_until
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
@@ -61,17 +62,17 @@ class BoundProgram:
         graphs: "GraphsOfStages | None" = None,
     ) -> None:
         self.program = program
-        computations = [each for each in program.order if isinstance(each, Compute)]
+        computed = computations_of(program.order)
         self.backward = {key.stage for key in program.work if key.phase == "B"}  # a program may have more by hand
         self.again = {
             (each.stage, each.microbatch)
-            for each in computations
+            for each in computed
             if each.op == Op.RECOMPUTE and each.stage in self.backward
         }
         stages = {each.call: key.stage for key, work in program.work.items() if key.phase == "F" for each in work}
         repeated = {call for call, stage in stages.items() if any(stage == each for each, _ in self.again)}
         with_backward = {each.call for key, work in program.work.items() if key.phase == "B" for each in work}
-        halves = any(each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in computations)
+        halves = any(each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in computed)
         own = _received_for_one_call(program)
         self.calls = {
             name: StageCall(
@@ -92,9 +93,7 @@ class BoundProgram:
         }
         self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
         self.gathers = program.single_loss and LOSS in self.calls
-        self.computes_until = max(
-            (at for at, each in enumerate(program.order) if isinstance(each, Compute)), default=-1
-        )
+        self.computes_until = computes_until(program.order)
         self.code: list[BoundCall] = []
         for self.at, instruction in enumerate(program.order):
             self.code.append(BINDERS[instruction.key](self, instruction))
@@ -117,8 +116,8 @@ class BoundProgram:
         forwards = {key.stage: work for key, work in self.program.work.items() if key.phase == "F"}
         made = {name for work in forwards.values() for each in work for name in each.gives}
         found: dict[Key, int] = {}
-        for each in self.program.order:
-            if isinstance(each, Compute) and each.op == Op.FORWARD:
+        for each in computations_of(self.program.order):
+            if each.op == Op.FORWARD:
                 names = [name for work in forwards.get(each.stage, ()) for name in work.takes]
                 inputs = [name for name in names if name not in made and name not in self.program.value_numbers]
                 found.update({(name, each.microbatch): each.stage for name in inputs})

@@ -35,7 +35,7 @@ from pippy.drivers.plan.language.instructions import (
     SendGradients,
     SendNotes,
 )
-from pippy.drivers.plan.language.program import live_changes, peak_live
+from pippy.drivers.plan.language.program import computations_of, live_changes, peak_live
 
 Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes
 Gives = Callable[[Compute], Iterable[str]]  # and of those that it makes
@@ -67,8 +67,8 @@ class ComputationQueues:
         gathers: int | None = None,
     ) -> None:
         self.order, self.backward = order, frozenset(backward)
-        computations = [each for each in order if isinstance(each, Compute)]
-        self.peak = peak_live(computations, self.backward)
+        computed = computations_of(order)
+        self.peak = peak_live(computed, self.backward)
         self.limit = self.peak if limit is None else max(limit, self.peak)
         self.needs: list[list[int]] = [[] for _ in order]  # the instructions that have to be done first
         self.followers: list[list[int]] = [[] for _ in order]  # sends, additions and frees that need this one
@@ -76,7 +76,7 @@ class ComputationQueues:
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if order[need].kind.receives_from] for needs in self.needs]
         self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
-        changes = iter(live_changes(computations, self.backward))
+        changes = iter(live_changes(computed, self.backward))
         self._changes = [next(changes) if isinstance(each, Compute) else 0 for each in order]  # to `live`
         self._built_on = [[need for need in needs if not order[need].kind.receives_from] for needs in self.needs]
         self.begin()

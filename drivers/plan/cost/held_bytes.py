@@ -33,7 +33,7 @@ from pippy.drivers.plan.language.instructions import (
     Reduce,
     SendGradients,
 )
-from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.program import Program, computations_of, computes_until
 from pippy.drivers.plan.passes.communicate import add_communication
 
 
@@ -251,15 +251,15 @@ class _Walk:
         self.arrived: dict[str, int] = defaultdict(
             int
         )  # the bytes of others' gradients of each sum that wait to be added
-        self.computes_until = max((at for at, each in enumerate(self.order) if isinstance(each, Compute)), default=-1)
+        self.computes_until = computes_until(self.order)
         self.computes = True
         self.parameters = sum(each.parameters for each in stages)
         self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
 
     def _last_takers(self) -> dict[MicrobatchValue, Instruction]:
         takers: dict[MicrobatchValue, Instruction] = {}
-        for each in self.order:
-            if isinstance(each, Compute) and each.op == Op.FORWARD:
+        for each in computations_of(self.order):
+            if each.op == Op.FORWARD:
                 for value in self.inputs.values():
                     if each.stage in value.stages:
                         takers[value.name, each.microbatch] = each

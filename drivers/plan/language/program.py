@@ -299,9 +299,7 @@ class Program(Drawn):
     @cached_property
     def computations(self) -> tuple[tuple[Compute, ...], ...]:
         """The computations of every worker, in order."""
-        return tuple(
-            tuple(instruction for instruction in order if isinstance(instruction, Compute)) for order in self.orders
-        )
+        return tuple(tuple(computations_of(order)) for order in self.orders)
 
     @cached_property
     def checkpointed(self) -> frozenset[tuple[int, int]]:
@@ -355,6 +353,21 @@ class Program(Drawn):
     def save(self, path: str | Path) -> None:
         """Write the program's file; ``load_program`` reads it."""
         Path(path).write_text(str(self), encoding="utf-8")
+
+
+def computations_of(order: Iterable[Instruction]) -> list[Compute]:
+    """The computations among these instructions.
+
+    >>> from pippy.drivers.plan.language.instructions import parse_instruction
+    >>> [str(each) for each in computations_of(map(parse_instruction, ["F0.0", "send x.0 to 1", "B0.0"]))]
+    ['F0.0', 'B0.0']
+    """
+    return [each for each in order if isinstance(each, Compute)]
+
+
+def computes_until(order: Sequence[Instruction]) -> int:
+    """The place of the last computation, -1 if there is none."""
+    return max((at for at, each in enumerate(order) if isinstance(each, Compute)), default=-1)
 
 
 def peak_live(order: Sequence[Compute], backward: frozenset[int]) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
+from pippy.drivers.plan.language.program import computations_of
 from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.ir.base.sparse_tensors import plain_parts
 from pippy.ir.base.trees import tensors
@@ -34,7 +35,7 @@ class SavedMemory:
     def __init__(self, order: Sequence[Instruction], modules: Sequence[nn.Module]) -> None:
         self.order, self.modules = order, modules
         self.kept: dict[int, tuple[int, int]] = {}  # of each stage, and how much of it the inputs are
-        first = {each for each in order if isinstance(each, Compute) and each.microbatch == 0}
+        first = {each for each in computations_of(order) if each.microbatch == 0}
         again = {replace(each, op=Op.FORWARD) for each in first if each.op == Op.RECOMPUTE}
         self.weighed = {each for each in first if each.op in (Op.FORWARD, Op.RECOMPUTE)} - again
 
