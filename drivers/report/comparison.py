@@ -9,7 +9,7 @@ from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.tables import report_table
 from pippy.drivers.report.timeline_view import timeline
-from pippy.drivers.report.units import duration, percent, size
+from pippy.ir.base.readable import bytes_text, duration, percent
 
 StepPair = tuple[StepData, StepData]
 Names = tuple[str, str]
@@ -148,7 +148,7 @@ def _took(step: StepData, stage: int) -> float | None:
 def _memory(steps: StepPair, names: Names) -> str:
     rows = []
     for worker in range(max(len(each.noted) for each in steps)):
-        peaks = [size(each.noted[worker].memory) if worker < len(each.noted) else "–" for each in steps]
+        peaks = [bytes_text(each.noted[worker].memory) if worker < len(each.noted) else "–" for each in steps]
         rows.append([f"worker {worker}", *peaks])
     kinds = " and ".join(dict.fromkeys(noted.memory_of for each in steps for noted in each.noted))
     return f"<p>The peak of each worker, {escape(kinds)}.</p>" + report_table(["worker", *map(escape, names)], rows)

@@ -7,8 +7,7 @@ from pathlib import Path
 from pippy.drivers.report.colours import FILLS, css_class, dark_colours
 from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.units import duration, percent
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.readable import count_with_noun, duration, percent
 
 HERE = Path(__file__).parent
 PART_KINDS = {

@@ -6,8 +6,7 @@ from statistics import fmean
 from pippy.drivers.report.activity import Cause
 from pippy.drivers.report.losses import FROM_SCHEDULE, StepPart, losses
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.units import duration, percent
-from pippy.ir.base.readable import listed
+from pippy.ir.base.readable import duration, listed, percent
 
 WORTH_IT = 0.03  # a loss is worth a remedy if it takes this share of the step
 CROWDED = 0.1  # the cores are crowded if workers that have work get no core for this share of the time

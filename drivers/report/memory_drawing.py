@@ -5,7 +5,7 @@ from html import escape
 
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.units import duration, size
+from pippy.ir.base.readable import bytes_text, duration
 
 MEMORY_WIDTH, HEIGHT = 900, 80
 Series = tuple[str, Sequence[int]]  # "measured" or "counted", and the most bytes held while each instruction ran
@@ -26,7 +26,7 @@ def memory_drawing(step: StepData, counted: Sequence[HeldBytes] | None) -> str:
     drawn = "".join(_of_worker(step, worker, series, highest) for worker, series in enumerate(held))
     return (
         f"<h3>What workers held over the step</h3><p>Tensors that were alive, to the scale of the largest peak, "
-        f'{size(highest)}.</p><div class="legend">{legend}</div><div class="held">{drawn}</div>'
+        f'{bytes_text(highest)}.</p><div class="legend">{legend}</div><div class="held">{drawn}</div>'
     )
 
 
@@ -43,7 +43,7 @@ def _series(step: StepData, worker: int, counted: Sequence[HeldBytes] | None) ->
 
 def _of_worker(step: StepData, worker: int, held: Sequence[Series], highest: int) -> str:
     drawn = "".join(_line(step, worker, name, numbers, highest) for name, numbers in held)
-    peaks = ", ".join(f"{name} {size(max(numbers))}" for name, numbers in held)
+    peaks = ", ".join(f"{name} {bytes_text(max(numbers))}" for name, numbers in held)
     words = escape(f"{step.named(worker)}: at its peak {peaks}", quote=True)
     return (
         f"<figure><figcaption>{words}{_difference(held)}</figcaption>"

@@ -11,8 +11,7 @@ from html import escape
 from statistics import median
 
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.units import duration
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.readable import count_with_noun, duration
 
 MOST_STEPS = 12
 MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed

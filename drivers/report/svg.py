@@ -14,7 +14,7 @@ from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction
 from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.colours import FILLS, HATCHED, css_class, dark_colours
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.units import duration, size
+from pippy.ir.base.readable import bytes_text, duration
 
 DRAWING_WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW_HEIGHT, ROW_GAP = 26, 5
@@ -208,7 +208,7 @@ def _title(step: StepData, worker: int, each: Activity, instruction: Instruction
     if isinstance(instruction, Send | Receive):
         lines.append(step.model.value(instruction.value))
     if isinstance(instruction, Send) and each.at is not None:
-        lines.append(size(step.noted[worker].sizes[each.at]))
+        lines.append(bytes_text(step.noted[worker].sizes[each.at]))
     return "\n".join([*lines, f"{duration(each.duration)}, from {duration(each.start)}"])
 
 

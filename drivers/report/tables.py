@@ -9,7 +9,7 @@ from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.colours import FILLS, css_class
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.svg import LEGEND
-from pippy.drivers.report.units import duration, percent, size
+from pippy.ir.base.readable import bytes_text, duration, percent
 
 WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
 CAUSE_MEANINGS = {
@@ -146,15 +146,15 @@ def traffic(step: StepData) -> str:
                 tip(escape(step.model.value(moved.value)), f"{moved.value}, as the program calls it"),
                 " → ".join(f"<span class=w>{escape(step.named(each))}</span>" for each in (moved.source, moved.to)),
                 str(moved.times),
-                size(moved.bytes / moved.times),
-                size(moved.bytes),
+                bytes_text(moved.bytes // moved.times),
+                bytes_text(moved.bytes),
                 duration(median(times)) if times else "–",
             ]
         )
     if not rows:
         return "<p>No value went from worker to worker.</p>"
-    parts = [f"{size(sum(each.bytes for each in step.traffic()))} in all"]
-    parts += [f"{size(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()]
+    parts = [f"{bytes_text(sum(each.bytes for each in step.traffic()))} in all"]
+    parts += [f"{bytes_text(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()]
     total = f"<p>{'; '.join(parts)}.</p>"
     return total + report_table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
@@ -165,7 +165,7 @@ def memory_table(step: StepData) -> str:
         [
             escape(step.named(worker)),
             "<br>".join(escape(step.model.stage(stage)) for stage in step.stages_of(worker)),
-            size(noted.memory),
+            bytes_text(noted.memory),
             escape(noted.memory_of),
             str(step.program.peak_live[worker]),
         ]

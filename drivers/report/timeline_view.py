@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from pippy.drivers.report.colours import FILLS, css_class
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.svg import DRAWING_WIDTH, LEFT, RIGHT, draw, used
-from pippy.drivers.report.units import duration
+from pippy.ir.base.readable import duration
 
 
 def timeline(step: StepData, span: float = 0.0, number: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Numbers, long texts and lists of names as people read them."""
+"""Numbers, bytes, times, long texts and lists of names as people read them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +24,32 @@ def count_text(count: int) -> str:
 def _in_units(count: int, base: int, units: Sequence[str]) -> str:
     power = next((power for power in range(1, len(units)) if count < base ** (power + 1)), len(units))
     return f"{count / base**power:.1f} {units[power - 1]}"
+
+
+def duration(seconds: float) -> str:
+    """A time with the unit that suits it.
+
+    >>> duration(0.0000034), duration(0.00123), duration(2.5), duration(0)
+    ('3.4 µs', '1.23 ms', '2.5 s', '0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size or not seconds:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds * 1e6)} µs"
+
+
+def percent(share: float) -> str:
+    """A share of a whole, in percent.
+
+    >>> percent(0.124), percent(0.0004)
+    ('12 %', '0.04 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.01 or not share else f"{100 * share:.1g} %"
+
+
+def _three(number: float) -> str:
+    """A number with three digits and no exponent."""
+    return f"{number:.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 def count_with_noun(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.report.losses import step_parts
 from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
-from pippy.drivers.report.units import duration, percent
+from pippy.ir.base.readable import duration, percent
 from tests.drivers.report.browser import needs_browser, opened
 from tests.drivers.report.test_report import read, tables
 from tests.drivers.synthetic_steps import slow_stage

@@ -26,7 +26,7 @@ from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
 from pippy.drivers.report.steps_strip import packed_steps
 from pippy.drivers.report.svg import ticks
-from pippy.drivers.report.units import duration, percent
+from pippy.ir.base.readable import duration, percent
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.report.browser import needs_browser, opened
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
@@ -327,9 +327,9 @@ def test_the_page_says_what_was_found(tmp_path):
     text = re.sub(r"<[^>]+>", " ", (tmp_path / "report.html").read_text().split("</svg>")[1].split("<script>")[0])
     text = " ".join(text.split())
     assert "stage 2 slowest" in text
-    assert "gradient_1 worker 2 → worker 1 4 1000 B 3.91 KiB 500 ms" in text
+    assert "gradient_1 worker 2 → worker 1 4 1000 B 3.9 KiB 500 ms" in text
     assert "23.4 KiB in all" in text
-    assert "worker 3 stage 3 1 MiB resident 1" in text
+    assert "worker 3 stage 3 1.0 MiB resident 1" in text
     assert "several hosts" not in text
 
 
