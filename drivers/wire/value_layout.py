@@ -202,7 +202,9 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     >>> strides_of(torch.zeros(2, 3).t()), strides_of(torch.zeros(1).expand(4))
     ((1, 3), (1,))
     """
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+    if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(
+        tensor
+    ):  # most are, and that is asked sooner
         return tuple(tensor.stride())
     return tuple(torch.empty(tensor.shape, device="meta").stride())
 

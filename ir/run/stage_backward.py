@@ -91,10 +91,13 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     (tensor([3., 3.]), None)
     """
     _check_leaves(input_values)
-    pairs = list(gradient_pairs(stage_output, output_grads))
-    if pairs:
+    if isinstance(output_grads, torch.Tensor) and type(stage_output) is OutputEdge:  # most often
+        outputs, gradients = (stage_output,), (output_grads,)
+    else:
+        outputs, gradients = tuple(zip(*gradient_pairs(stage_output, output_grads))) or ((), ())
+    if outputs:
         # torch.autograd.backward calls this after checks that take as long again.
-        Variable._execution_engine.run_backward(*zip(*pairs), False, False, (), True, True)
+        Variable._execution_engine.run_backward(outputs, gradients, False, False, (), True, True)
     return tuple([_gradient(value) for value in input_values])
 
 
