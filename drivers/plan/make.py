@@ -10,6 +10,7 @@ from pippy.drivers.plan.language.shares import shares
 from pippy.drivers.plan.orders.registry import REGISTRY, RegisteredSchedule, register
 from pippy.drivers.plan.orders.schedule import WorkerOrders, side_by_side
 from pippy.drivers.plan.passes.recompute import Checkpoint, add_recompute
+from pippy.drivers.plan.passes.slices import in_slices
 from pippy.drivers.plan.proofs.validate import validate
 from pippy.drivers.plan.search.list_scheduler import list_schedule
 
@@ -25,6 +26,7 @@ def make_schedule(
     placement: str | Mapping[int, int] | Placement | None = None,
     checkpoint: Checkpoint = "never",
     replicas: int = 1,
+    slices: int = 1,
     **options: object,
 ) -> Program:
     """The program of a named schedule, validated: computations only, with communication implied.
@@ -33,7 +35,8 @@ def make_schedule(
     ``placement`` is "linear", "looped", "v", or a dict from stage to worker. Its default is the schedule's usual one.
     ``checkpoint`` says which forwards keep their inputs only and are computed again: "always", "except_last", "never", or a
     dict from stage to one of these. With ``replicas`` there are as many pipelines of ``workers`` workers each, and each takes
-    its share of the micro-batches. Other options go to the schedule.
+    its share of the micro-batches. With ``slices``, each of the ``chunks`` is a row of so many micro-batches, slices of its
+    sequences. Other options go to the schedule.
 
     >>> print(make_schedule("1f1b", workers=2, chunks=1))
     pippy program 1
@@ -59,22 +62,26 @@ def make_schedule(
         raise UnknownScheduleError(f"there is no schedule called {beginning(name)}; take one of {', '.join(REGISTRY)}")
     entry = REGISTRY[name]
     require_count("chunks", chunks)
+    require_count("slices", slices)
     placed = make_placement(
         workers,
         default_stages(entry, placement) if stages_per_worker is None else stages_per_worker,
         entry.placement if placement is None else placement,
     )
     refuse_unknown_options(name, entry, options)
-    each = shares(chunks, replicas)
+    each = shares(chunks * slices, replicas, slices)
     parts = [entry.schedule(placed, len(share), **options) for share in each]
     for part in parts:
         if not isinstance(part, WorkerOrders):
             raise ArgumentError(f"schedule {name} returned {beginning(part)}; it must return a WorkerOrders")
+    if slices > 1:
+        parts = [of_slices(part, placed, len(share), slices) for part, share in zip(parts, each)]
     result = side_by_side(parts, each) if replicas > 1 else parts[0]
     program = Program(
         schedule=name,
         placement=placed,
-        chunks=chunks,
+        chunks=chunks * slices,
+        slices=slices,
         orders=tuple(map(tuple, result.orders)),
         backward=tuple(range(placed.stages)) if entry.training else (),
         memory=None if result.memory is None else tuple(result.memory),
@@ -83,6 +90,15 @@ def make_schedule(
     program = add_recompute(program, checkpoint)
     validate(program)
     return program
+
+
+def of_slices(part: WorkerOrders, placement: Placement, chunks: int, slices: int) -> WorkerOrders:
+    """The orders of micro-batches as orders of slices: each stage holds the slices more that it runs ahead."""
+    most = [len(placement.stages_of(worker)) for worker in range(placement.workers)]
+    memory = part.memory and [
+        min(limit + (slices - 1) * stages, chunks * stages) for limit, stages in zip(part.memory, most)
+    ]
+    return WorkerOrders([in_slices(order, slices) for order in part.orders], memory)
 
 
 def default_stages(entry: RegisteredSchedule, placement: object) -> int:

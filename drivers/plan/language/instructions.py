@@ -74,7 +74,8 @@ class Kind:
 
     A computation has a ``meaning`` for legends and the ``colour`` of its boxes. It comes ``after`` other passes of its stage
     and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
-    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage.
+    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage. In a program with
+    slices of sequences it takes its ``turn`` after the same pass of the slice before it (1), or of the one behind it (-1).
 
     What takes and gives no edge of the program is a part of an ``exchange``.
 
@@ -97,6 +98,7 @@ class Kind:
     phase: Phase | None = None
     cost: Callable[[GivenCosts], Sequence[float | Fraction]] | None = None
     exchange: "Exchange | None" = None
+    turn: int = 0
 
     @property
     def adds_up(self) -> bool:
@@ -382,6 +384,7 @@ KINDS: dict[InstructionKey, Kind] = {
         colour="#7fabea",
         live=1,
         phase="F",
+        turn=1,
         cost=lambda costs: costs("forward") or (),
     ),
     Op.RECOMPUTE: Kind(
@@ -401,6 +404,7 @@ KINDS: dict[InstructionKey, Kind] = {
         excludes=(Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
         live=-1,
         phase="B",
+        turn=-1,
         cost=lambda costs: costs("backward") or cost_of_halves(costs),
     ),
     Op.BACKWARD_INPUT: Kind(
@@ -410,6 +414,7 @@ KINDS: dict[InstructionKey, Kind] = {
         after=(Op.FORWARD,),
         excludes=(Op.BACKWARD,),
         phase="B",
+        turn=-1,
         cost=lambda costs: costs("backward_input") or (),
     ),
     Op.BACKWARD_WEIGHT: Kind(

@@ -39,6 +39,10 @@ class Program(Drawn):
     ``hosts`` has the number of each worker's host; None means that all are on one. A value then goes once to each host that
     needs it, and is handed on there.
 
+    With ``slices``, a micro-batch is one slice of the sequences of a row of micro-batches, which has so many: micro-batch 5 of
+    a program with 4 slices is slice 1 of row 1. A slice reads the keys and values that a stage has made of the slices before
+    it, and those get gradients from it: so a stage goes forward slice by slice, and backward from the last to the first.
+
     A program that makes tokens chooses them (C) for the next run: an edge from a C goes there. With ``continues``, it takes
     what the run before has chosen; without, it is the first run.
 
@@ -66,12 +70,14 @@ class Program(Drawn):
     continues: bool = False
     added: tuple[tuple[str, ...], ...] = ()
     hosts: tuple[int, ...] | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
         require("orders", self.orders, tuple, "give one tuple of instructions for each worker")
         require_count("chunks", self.chunks)
-        shares(self.chunks, self.replicas)  # raises if a replica would have none
+        require_count("slices", self.slices)
+        shares(self.chunks, self.replicas, self.slices)  # raises if a replica would have none
         if not SCHEDULE.fullmatch(self.schedule):
             raise ArgumentError(
                 f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
@@ -188,6 +194,8 @@ class Program(Drawn):
             yield f"replicas {self.replicas}"
         yield f"stages {self.stages}"
         yield f"chunks {self.chunks}"
+        if self.slices > 1:
+            yield f"slices {self.slices}"
         yield f"placement {self.placement}"
         if self.hosts is not None:
             yield f"hosts {' '.join(map(str, self.hosts))}"
@@ -216,7 +224,24 @@ class Program(Drawn):
     @cached_property
     def shares(self) -> tuple[range, ...]:
         """The micro-batches of each replica."""
-        return shares(self.chunks, self.replicas)
+        return shares(self.chunks, self.replicas, self.slices)
+
+    @property
+    def rows(self) -> int:
+        """How many rows of micro-batches there are: without slices, each micro-batch is one."""
+        return self.chunks // self.slices
+
+    def slice_of(self, microbatch: int) -> int:
+        """Which slice of its row a micro-batch is."""
+        return microbatch % self.slices
+
+    def slice_before(self, compute: Compute) -> Compute | None:
+        """The same computation of the slice whose keys and values it reads, or gives gradients of; None if there is none."""
+        turn = compute.kind.turn
+        other = self.slice_of(compute.microbatch) - turn
+        if not turn or not 0 <= other < self.slices:
+            return None
+        return replace(compute, microbatch=compute.microbatch - turn)
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds."""

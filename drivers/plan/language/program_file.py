@@ -70,6 +70,7 @@ class ProgramParser:
         replicas = self.size("replicas") if self.upcoming("replicas ") else 1
         stages = self.size("stages")
         chunks = self.size("chunks")
+        slices = self.slices(chunks)
         placement = self.placement(workers, replicas, stages)
         hosts = self.by_worker("hosts", workers, "the host of a worker") if self.upcoming("hosts ") else None
         backward = self.backward(stages)
@@ -106,6 +107,7 @@ class ProgramParser:
             continues,
             added,
             hosts,
+            slices,
         )
 
     def upcoming(self, word: str) -> bool:
@@ -128,6 +130,15 @@ class ProgramParser:
         if count < 1:
             raise ParseError(f"{name} must be at least 1, found {count}", scanner.line, len(name) + 2)
         return count
+
+    def slices(self, chunks: int) -> int:
+        if not self.upcoming("slices "):
+            return 1
+        line = self.rest[-1].line
+        slices = self.size("slices")
+        if chunks % slices:
+            raise ParseError(f"{chunks} chunks are no rows of {slices} slices", line, len("slices ") + 1)
+        return slices
 
     def placement(self, workers: int, replicas: int, stages: int) -> Placement:
         """The placement of the first replica."""

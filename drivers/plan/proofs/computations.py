@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from itertools import product
 
 from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.instructions import KINDS, Compute, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 
 Done = set[tuple[Op, int, int]]
+
+_READS = "whose keys and values it reads: slices of a sequence go forward in order"
+_GIVES = "which gives gradients of its keys and values: slices of a sequence go backward from the last to the first"
 
 
 def check_computations(program: Program, faults: Faults) -> None:
@@ -58,9 +61,17 @@ def problems(program: Program, compute: Compute, done: Done) -> Iterator[str]:
     for op in compute.kind.after:
         if (op, stage, chunk) not in done:
             yield f"comes before {Compute(op, stage, chunk)}"
+    before = program.slice_before(compute)
+    if before is not None and not any((op, stage, before.microbatch) in done for op in _passes_like(compute)):
+        yield f"comes before {before}, {_READS if compute.op == Op.FORWARD else _GIVES}"
     for op in compute.kind.excludes:
         if (op, stage, chunk) in done:
             yield f"is computed in {Compute(op, stage, chunk)} already"
+
+
+def _passes_like(compute: Compute) -> list[Op]:
+    """The passes that make the same values: a whole backward, and the half that does."""
+    return [op for op in Op if KINDS[op].phase == compute.kind.phase]
 
 
 def check_complete(program: Program, done: Done, faults: Faults) -> None:
