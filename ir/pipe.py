@@ -296,6 +296,13 @@ def pipe_of(model: Any, request: Request) -> Pipe:
         return pipe
 
 
+def pipe_alike(pipe: Pipe, traced: Traced, compiled: Compiled) -> Pipe:
+    """A Pipe of another graph of the model that ``pipe`` was made from. It is called with the same example."""
+    alike = Pipe(traced, compiled)
+    alike.__dict__[_EXAMPLE] = pipe.__dict__.get(_EXAMPLE)
+    return alike
+
+
 def _without_numbers(example: Example) -> Example:
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="meta") if tensor.layout is torch.strided else tensor

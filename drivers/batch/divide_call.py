@@ -40,11 +40,17 @@ def divide_call(
         by_name[name] = _either(name, by_name.get(name), dim)
     by_input = {name: by_name[user] for name, user in users.items() if user in by_name}
     division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
+    check_guards_of(compiled, division)
+    return division
+
+
+def check_guards_of(compiled: Compiled, division: Division) -> None:
+    """Raise if a micro-batch is not as the Pipe needs it. One of each size is checked."""
     names = guarded_inputs(compiled, division)
     if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
-        for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
+        sizes = enumerate(division.sizes or (0,))
+        for chunk in {(size, chunk % division.slices): chunk for chunk, size in sizes}.values():
             _check_guards(compiled, names, division, chunk)
-    return division
 
 
 def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, chunk: int) -> None:

@@ -71,6 +71,23 @@ class CutTensor(DividedValue):
 
 
 @dataclass(frozen=True, eq=False)
+class SlicedTensor(CutTensor):
+    """A tensor of sequences along dimension 1: each micro-batch gets a slice of its rows, or with ``grows`` all up to it."""
+
+    grows: bool = False
+
+    def take(self, microbatch: int, division: "Division") -> torch.Tensor:
+        rows = super().take(microbatch, division)
+        number, length = microbatch % division.slices, rows.shape[1] // division.slices
+        start = 0 if self.grows else number * length
+        return rows.narrow(1, start, (number + 1) * length - start)
+
+    def part(self, division: "Division") -> "SlicedTensor":
+        rows = sum(division.rows_of(microbatch) for microbatch in division.held[:: division.slices])
+        return replace(self, value=narrow(self.value, self.dim, division.first_row, rows))
+
+
+@dataclass(frozen=True, eq=False)
 class PerMicrobatch(DividedValue):
     """A value for each micro-batch, made in the controller. ``dim`` is the dimension of their rows, if they have any."""
 
@@ -94,7 +111,8 @@ class Division:
     ``arguments`` has each input of the Pipe, with a `DividedValue` in place of each value in it. ``sizes`` are the rows of
     each micro-batch, or None if nothing has rows. ``names`` has the name of the Pipe's input for each argument of the model.
     With ``mask``, every micro-batch is the whole mini-batch, with zeros in all rows that are not its own. ``share`` are the
-    micro-batches that are held, if those are not all.
+    micro-batches that are held, if those are not all. With ``slices``, a micro-batch is a slice of sequences: so many in turn
+    have the same rows.
 
     >>> from pippy.drivers.batch.divide import divide
     >>> division = divide({"x": torch.arange(5), "scale": 2}, chunks=2)
@@ -109,6 +127,17 @@ class Division:
     mask: bool = False
     starts: tuple[int, ...] = ()
     share: range | None = None
+    slices: int = 1
+
+    @property
+    def rows(self) -> int | None:
+        """The rows of the mini-batch; None if nothing has rows."""
+        return None if self.sizes is None else sum(self.sizes) // self.slices
+
+    @property
+    def row_chunks(self) -> int:
+        """Into how many micro-batches the rows are cut, each of which may be cut into slices."""
+        return self.chunks // self.slices
 
     @property
     def is_cut(self) -> bool:
@@ -176,9 +205,10 @@ class Division:
         """
         if self.sizes is None or self.mask or self.chunks == 1:
             return ""
-        first, size = sum(self.sizes[:microbatch]), self.sizes[microbatch]
+        first, size = sum(self.sizes[: microbatch - microbatch % self.slices]) // self.slices, self.sizes[microbatch]
         shown = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}"
-        return f"{shown} of {sum(self.sizes)}"
+        of_slices = f", slice {microbatch % self.slices} of {self.slices}" * (self.slices > 1)
+        return f"{shown} of {self.rows}{of_slices}"
 
     def has_rows_in_front(self) -> bool:
         """Whether each tensor of the arguments is cut along its first dimension, so that all rows are rows of the batch."""
@@ -203,6 +233,15 @@ class Division:
         return map_tensors(
             lambda each: narrow(each, dim, start, size) if each.dim() > dim and each.shape[dim] == rows else each, value
         )
+
+
+def for_each_slice(numbers: Sequence[int], slices: int) -> tuple[int, ...]:
+    """The numbers of rows, for each of their slices.
+
+    >>> for_each_slice((3, 2), slices=2)
+    (3, 3, 2, 2)
+    """
+    return tuple(number for number in numbers for _ in range(slices))
 
 
 def map_divided(function: Callable[[DividedValue], Any], tree: Any) -> Any:

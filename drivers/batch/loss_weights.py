@@ -167,7 +167,7 @@ def _shares(counts: Sequence[float], division: Division) -> tuple[float, ...]:
 def _counted(reduction: Reduction, division: Division, target: str) -> list[float] | None:
     """How many targets count in each micro-batch, or the sum of their class weights; None if targets are not class indices."""
     divided = division.arguments[target]
-    if isinstance(divided, CutTensor) and not division.mask and division.sizes is not None:
+    if isinstance(divided, CutTensor) and not division.mask and division.sizes is not None and division.slices == 1:
         if divided.value.is_floating_point() or is_sparse(divided.value):
             return None
         # one pass over the whole: the work must not grow with the number of micro-batches

@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.slices import count_next_labels
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
@@ -48,6 +49,7 @@ from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.driver.steps.slicing import pipe_in_slices
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
@@ -116,6 +118,7 @@ class PipelineDriverBase(ModelOnWorkers):
         checkpoint: str | Mapping[int, str] = "never",
         keyed_random: bool | int = True,
         replicas: int = 1,
+        slices: int = 1,
         check: bool = True,
         buffers: str | None = None,
         _debug_mask_minibatches: bool = False,
@@ -131,6 +134,18 @@ class PipelineDriverBase(ModelOnWorkers):
                 "numbers of workers as world_size="
             )
         check_options(type(self), self.schedule, options)
+        unlike_slices = {
+            "single_loss": single_loss,
+            "compile": compile,
+            "chunk_spec": chunk_spec,
+            "batch_dims": batch_dims,
+            "output_spec": output_spec,
+            "schedule": "auto" if self._auto is not None else None,
+            "_debug_mask_minibatches": _debug_mask_minibatches,
+        }
+        pipe, self._sliced = pipe_in_slices(pipe, slices, unlike_slices)
+        if self._sliced is not None and self._sliced.makes_loss and loss_reduction is None:
+            loss_reduction = count_next_labels
         compiled = compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
         cutting = chunk_spec, batch_dims, output_spec
@@ -142,7 +157,9 @@ class PipelineDriverBase(ModelOnWorkers):
         there, gone = len(self.cluster), self.cluster.gone
         chosen = chosen_workers(there, compiled.num_stages, world_size, all_ranks, replicas, gone)
         checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
-        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas)
+        schedule = RequestedSchedule(
+            self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas, slices
+        )
         self._arrangements = Arrangements(compiled, schedule, chosen, single_loss, mask)
         ranks = self._arrangements.first.replicas
         follow_parameters(pipe)
@@ -173,7 +190,7 @@ class PipelineDriverBase(ModelOnWorkers):
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
         to_run = self.ranks, self.placement, self.programs, self._auto
-        self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics)
+        self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics, self._sliced)
         if self._compares_by_step is not None:
             self.steps.check_first(self.replicas == 1, self._compares_by_step)
         self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])

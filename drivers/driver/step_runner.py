@@ -12,6 +12,7 @@ from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
+from pippy.drivers.batch.slices import SlicedCalls
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
@@ -54,7 +55,10 @@ class StepSettings:
 
 
 class StepRunner:
-    """Runs the steps of a driver, which is ``model``. ``ranks`` are its workers; ``auto``, if any, chooses the schedule."""
+    """Runs the steps of a driver, which is ``model``. ``ranks`` are its workers; ``auto``, if any, chooses the schedule.
+
+    ``sliced`` divides the calls of a driver that cuts sequences into slices.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class StepRunner:
         auto: Auto | None,
         module_hooks: ModuleHooks,
         statistics: RunningStatistics | None,
+        sliced: SlicedCalls | None = None,
     ) -> None:
         self.model, self.settings, self.programs = model, settings, programs
         self.ranks, self.placement = ranks, placement
@@ -76,7 +81,7 @@ class StepRunner:
         self.recording: Recording | None = None
         self.first_step: FirstStep | None = None
         self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
-        self._auto, self._module_hooks, self._statistics = auto, module_hooks, statistics
+        self._auto, self._module_hooks, self._statistics, self._sliced = auto, module_hooks, statistics, sliced
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
 
     def check_first(self, is_single: bool, by_step: bool) -> None:
@@ -103,6 +108,8 @@ class StepRunner:
     def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
         """How the arguments of a call are cut."""
         settings = self.settings
+        if self._sliced is not None:
+            return self._sliced.divide(self.compiled, chunks, args, kwargs)
         return divide_call(self.compiled, chunks, args, kwargs, settings.chunk_spec, settings.batch_dims, settings.mask)
 
     def run(self, chunks: int | None, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> RunningStep:
@@ -136,6 +143,7 @@ class StepRunner:
             count_memory=record is not None and record.memory,
             probe_outputs=results.merges
             and call.division.chunks > 1
+            and call.division.slices == 1
             and not call.division.mask
             and unprobed not in self._probed,
         )
@@ -160,7 +168,7 @@ class StepRunner:
             with suppress(MicrobatchError):  # the report says what differs
                 self.first_step.check(call.division, call.columns)
         results = self.results(call, self.settings.output_spec if outputs else None)
-        sent = self.programs.next(call.division.chunks, call.trains)
+        sent = self.programs.next(call.division.row_chunks, call.trains)
         answers: list[Mapping[int, StepResult]] = []
         running = RunningStep(self.session, results, lambda: None)
         posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)

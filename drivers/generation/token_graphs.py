@@ -25,9 +25,8 @@ from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.names import stage_name
 from pippy.ir.compile import compile_traced
-from pippy.ir.cut.cut_alike import held_tensors, mark_alike
+from pippy.ir.cut.cut_alike import copied_parameters, held_tensors, mark_alike
 from pippy.ir.cut.params import MultiUseParameterConfig
-from pippy.ir.record.compiled import Compiled
 from pippy.ir.request import Request
 from pippy.ir.trace.generation_call import trace_generation
 
@@ -88,7 +87,8 @@ class _Graph:
     def __init__(self, model: torch.nn.Module, placed: PlacedPipe, ranks: Sequence[int], is_prompt: bool) -> None:
         traced = trace_generation(model, is_prompt)
         self.of_pipe = mark_alike(traced, placed.compiled)
-        request = Request(multi_use_param_spec=_replicated(placed.compiled), output_loss_value_spec=False)
+        copies = dict.fromkeys(copied_parameters(placed.compiled), MultiUseParameterConfig.REPLICATE)
+        request = Request(multi_use_param_spec=copies, output_loss_value_spec=False)
         self.cut = compile_traced(traced, request)
         self.held = held_tensors(self.cut, self.of_pipe, placed.compiled)
         self.placed = PlacedPipe(self.cut, [placed.ranks[stage] for stage in self.of_pipe])
@@ -100,7 +100,9 @@ class _Graph:
         names = {f"submod_{at}": stage_name(stage) for at, stage in enumerate(self.of_pipe)}
         return {
             worker: replace(
-                each, calls={key: replace(call, name=names.get(key, key)) for key, call in each.calls.items()}
+                each,
+                calls={key: replace(call, name=names.get(key, key)) for key, call in each.calls.items()},
+                slices=0,  # a call has caches of its own, for all of its tokens
             )
             for worker, each in self.placed.programs(0, lowered, single_loss=False).items()
         }
@@ -109,9 +111,3 @@ class _Graph:
         """The code of a worker's stages, with the places of the tensors that the worker has."""
         held = {key: TensorLocation(call, name) for key, (call, name) in self.held.items()}
         return pickle_by_value({call: self.cut.stage(call) for call in self.placed.calls_on(worker)}, held)
-
-
-def _replicated(compiled: Compiled) -> dict[str, MultiUseParameterConfig]:
-    """The parameters of which several stages of a Pipe have copies, so that the graph of a token finds them there."""
-    names = (compiled.remap_qualname(".".join(next(iter(group.items())))) for group in compiled.replicated_params)
-    return dict.fromkeys(names, MultiUseParameterConfig.REPLICATE)

@@ -27,6 +27,7 @@ from pippy.ir.base.names import LOSS, named_state, stage_index
 from pippy.ir.base.trees import describe
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
+from pippy.ir.run.key_value_cache import extended_cache
 from pippy.ir.run.shared_tensors import get_tensor
 
 
@@ -259,9 +260,17 @@ class PlacedPipe:
                 single_loss=single_loss,
                 share=shares[worker // placement.workers],
                 out_of_order=None if out_of_order is False else _limits(placement, worker, out_of_order),
+                slices=lowered.program.slices if self.keeps_keys else 0,
             )
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }
+
+    @cached_property
+    def keeps_keys(self) -> bool:
+        """Whether its stages keep keys and values, from one slice of a sequence or one token to the next."""
+        return any(
+            stage.graph.find_nodes(op="call_function", target=extended_cache) for _, stage in self.compiled.stages()
+        )
 
     def call_of(self, call: str) -> CallForm:
         """How the graph calls a stage. What is not in the graph takes its inputs as they are."""

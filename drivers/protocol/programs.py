@@ -62,7 +62,8 @@ class AddProgram(NeedsPeers):
     are those of buckets: of their gradients and sums, and behind them of their updated parameters.
     ``ranks`` has the cluster's worker for each worker of the program; ``worker`` is this one's number in it. ``returns`` lists
     the values that go back to the controller. Without ``out_of_order``, the worker keeps the order of its instructions.
-    ``share`` are the micro-batches that it computes.
+    ``share`` are the micro-batches that it computes. ``slices`` is how many slices a row of them has, if the stages keep keys
+    and values from one slice of a sequence to the next; 0 if they keep none.
     """
 
     program: int
@@ -76,6 +77,7 @@ class AddProgram(NeedsPeers):
     single_loss: bool
     share: range
     out_of_order: OutOfOrderLimits | None = None
+    slices: int = 0
 
     def peers(self, worker: int) -> set[int]:
         """The workers that it sends to, or receives from."""

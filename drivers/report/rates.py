@@ -35,7 +35,7 @@ UNKNOWN_SIZE = BatchSize()
 
 def batch_size(division: Division, compiled: Compiled) -> BatchSize:
     """The size of a mini-batch that is divided into micro-batches."""
-    samples = sum(division.sizes) if division.sizes is not None else None
+    samples = division.rows
     if not any(isinstance(module, nn.Embedding) for module in compiled.split_gm.modules()):
         return BatchSize(samples)
     inputs = [name for name in division.arguments if name != compiled.target_name]

@@ -17,6 +17,7 @@ from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.named_work import NamedInstructions, is_profiled
 from pippy.drivers.worker.measure.recorder import Recorder
 from pippy.drivers.worker.measure.saved_memory import SavedMemory
+from pippy.drivers.worker.slices import SliceCaches
 from pippy.drivers.worker.step_context import StepContext, is_number
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import map_tensors
@@ -48,6 +49,7 @@ class Executor:
         step.casts = torch._C._is_any_autocast_enabled()
         step.draw_keys = self._draw_keys(step.random, len(step.weights))
         step.single = SingleLoss(self.bound.calls[LOSS]) if self.bound.gathers else None
+        step.slices = SliceCaches(program.slices) if program.slices else None
         step.returns = dict.fromkeys(program.returns) if step.returns is None else step.returns
         step.returned = {name: dict.fromkeys(program.share) for name in step.returns}
         for name, microbatches in step.inputs.items():

@@ -64,11 +64,12 @@ def forward(step: StepContext, call: StageCall, microbatch: int, takes: Sequence
     """Run a stage, and keep the run if there is a backward."""
     inputs = _inputs(step, call, takes)
     args = inputs if step.own_rows is None else _args(step, call, microbatch, inputs)
-    number = None if step.tries else step.number
     if step.trains and call.backward:
-        outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, number)
+        outputs = _run(step, call, microbatch, inputs, args)
+    elif step.slices is None:
+        outputs = call.run(args, step.of_graphs)
     else:
-        outputs = call.run(args, number)
+        outputs = step.slices.run(call, microbatch, args, step.of_graphs)
     _put(step, microbatch, gives, outputs)
 
 
@@ -140,7 +141,11 @@ def _args(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any
 
 def _run(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
     """Run a stage, and keep the run for its backward."""
-    outputs, step.runs[call.name, microbatch] = call.begin(inputs, args, None if step.tries else step.number)
+    if step.slices is None:
+        outputs, run = call.begin(inputs, args, step.of_graphs)
+    else:
+        outputs, run = step.slices.begin(call, microbatch, inputs, args, step.of_graphs)
+    step.runs[call.name, microbatch] = run
     return outputs
 
 

@@ -12,6 +12,7 @@ from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.repeated_forward import Kept
+from pippy.drivers.worker.slices import SliceCaches
 from pippy.drivers.worker.stage_runs import Run
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
@@ -61,7 +62,8 @@ class StepContext:
     the earlier runs had.
 
     ``not_repeated`` has what those forwards gave that cannot be run again: what runs behind them again takes it from there.
-    ``live`` is how many micro-batches the stages hold. ``casts`` says whether autocast is on.
+    ``slices`` has the keys and values of earlier slices, if micro-batches are slices of sequences. ``live`` is how many
+    micro-batches the stages hold. ``casts`` says whether autocast is on.
     """
 
     number: int
@@ -86,16 +88,22 @@ class StepContext:
     not_repeated: dict[Key, Any] = field(default_factory=dict)
     returned: dict[str, dict[int, Any]] = field(default_factory=dict)
     single: SingleLoss | None = None
+    slices: SliceCaches | None = None
     draw_keys: Mapping[int | None, DrawKey] = field(default_factory=dict)
     casts: bool = False
     live: int = 0
     peak_live: int = 0
 
+    @property
+    def of_graphs(self) -> int | None:
+        """The number of the step for which stages run as graphs; None if they do not."""
+        return None if self.tries else self.number
+
     def drop(self) -> None:
         """Drop all values, also where a failure still holds the step."""
         for each in (self.values, self.runs, self.kept, self.not_repeated, self.returned):
             each.clear()
-        self.single = None
+        self.single = self.slices = None
 
 
 def is_number(value: Any) -> bool:

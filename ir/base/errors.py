@@ -72,6 +72,10 @@ class GenerationError(PippyError, ValueError):
     """`driver.generate` cannot do what it is asked for, or not with this model."""
 
 
+class SliceError(PippyError, ValueError):
+    """A driver cannot cut the sequences of this model, or of this call, into slices."""
+
+
 class InitializationError(PippyError, ValueError):
     """The modules of a model on the meta device cannot make their parameters as `driver.initialize` has them do."""
 

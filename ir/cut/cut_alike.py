@@ -9,12 +9,16 @@ it. Of a tensor that several stages have, the next one counts.
 
 from collections.abc import Mapping
 
-from pippy.ir.base.errors import GenerationError
+from pippy.ir.base.errors import GenerationError, PippyError
 from pippy.ir.base.names import stage_index
 from pippy.ir.cut.cuts import mark
 from pippy.ir.cut.uses import TensorUses, operations, uses_of_tensors
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.traced import Traced
+
+
+class _UsedBefore(Exception):
+    """Raised for a tensor that the other graph uses in an earlier stage."""
 
 
 def holders(compiled: Compiled, name: str) -> dict[int, str]:
@@ -24,13 +28,26 @@ def holders(compiled: Compiled, name: str) -> dict[int, str]:
     return {index: local for stage, _, local in places if (index := stage_index(stage)) is not None}
 
 
-def mark_alike(traced: Traced, compiled: Compiled) -> list[int]:
-    """Mark a traced graph. Returns the stage of ``compiled`` that each of its stages belongs to."""
+def copied_parameters(compiled: Compiled) -> list[str]:
+    """The parameters of which several stages have copies, so that another graph finds them there."""
+    return [compiled.remap_qualname(".".join(next(iter(group.items())))) for group in compiled.replicated_params]
+
+
+def mark_alike(
+    traced: Traced, compiled: Compiled, error: type[PippyError] = GenerationError, do: str = "generate"
+) -> list[int]:
+    """Mark a traced graph. Returns the stage of ``compiled`` that each of its stages belongs to.
+
+    Raises an ``error`` that says what the model cannot ``do``, if it uses its tensors in another order.
+    """
     nodes, stages = operations(traced), [0]
     marks = []
     uses = _uses_by_operation(traced)
     for at, node in enumerate(nodes):
-        wanted = [_next_holder(compiled, each, at, stages[-1]) for each in uses.get(at, ())]
+        try:
+            wanted = [_next_holder(compiled, each, at, stages[-1]) for each in uses.get(at, ())]
+        except _UsedBefore as fault:
+            raise error(f"the model cannot {do} as it is cut: it {fault}") from None
         stage = max((each for each in wanted if each is not None), default=stages[-1])
         if stage > stages[-1]:
             stages.append(stage)
@@ -57,8 +74,8 @@ def _next_holder(compiled: Compiled, uses: TensorUses, at: int, now: int) -> int
         return later[0]
     if not holding or at not in uses.by_leaf:
         return None  # no stage has it, so that it goes along; or it travels as a value, from the stage that has it
-    raise GenerationError(
-        f"the model cannot generate as it is cut: it uses {uses.name!r} of stage {holding[-1]} after stage {now}, but "
+    raise _UsedBefore(
+        f"uses {uses.name!r} of stage {holding[-1]} after stage {now}, but "
         "in training it uses it before; cut the Pipe between the layers of the model"
     )
 

@@ -25,14 +25,14 @@ from pippy.ir.run.key_value_cache import KeysAndValues, KeyValueCache, extended_
 from pippy.ir.trace.arguments import Call, signature_of
 from pippy.ir.trace.trace import trace_call
 
-_NEEDED = ("input_ids", "attention_mask", "past_key_values", "use_cache")
+CACHE_ARGUMENTS = ("input_ids", "attention_mask", "past_key_values", "use_cache")
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ROWS, _BEFORE, _PROMPT = 2, 7, 5  # what the example has of each: other numbers than forward may ask for
 
 
 def check_can_generate(model: nn.Module) -> None:
     """Raise unless ``model`` is a causal language model with a cache, as transformers has them."""
-    missing = [name for name in _NEEDED if name not in _parameters(model)]
+    missing = [name for name in CACHE_ARGUMENTS if name not in named_parameters(model)]
     if missing:
         raise GenerationError(
             "generate() is for causal language models with a cache of keys and values, as transformers has them, and the "
@@ -53,18 +53,18 @@ def trace_generation(model: nn.Module, prompt: bool) -> Traced:
         return trace_call(model, _call(model, length, before))
 
 
-def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """What forward can be called with, by name. One of peft passes on what the model inside of it takes."""
     signature = signature_of(model)
     named = {name: each for name, each in signature.parameters.items() if each.kind not in _STAR}
     inside = getattr(model, "get_base_model", None)
     if len(named) < len(signature.parameters) and inside is not None:
-        named = {**_parameters(inside()), **named}
+        named = {**named_parameters(inside()), **named}
     return {name: each.replace(kind=each.KEYWORD_ONLY) for name, each in named.items()}
 
 
 def _call(model: nn.Module, length: int, before: int) -> "GenerationCall":
-    parameters = _parameters(model)
+    parameters = named_parameters(model)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     lengths = {"input_ids": length, "attention_mask": before + length, "position_ids": length}
     inputs = {

@@ -93,7 +93,7 @@ class Identities:
         for name, value in self.call.known_inputs.items():
             if type(value) is bool and not self.call.is_example:
                 inputs = {**self.call.known_inputs, name: not value}
-                if self._differs(Supposition(known=True), Call(**{**vars(self.call), "known_inputs": inputs})):
+                if self._differs(Supposition(known=True), replace(self.call, known_inputs=inputs)):
                     node = next(each for each in self._inputs() if each.target == name)
                     ADDED.put(self.recorded.values.fix(node, value), True)
 
@@ -143,7 +143,7 @@ class Identities:
 
     def _suppose_known(self) -> None:
         supposition = Supposition(known=True)
-        call = Call(**{**vars(self.call), "supposition": supposition})
+        call = replace(self.call, supposition=supposition)
         recorded = self.trace(call)
         if _first_difference(self.recorded, recorded, supposition) is None or not self._repeats:
             return
@@ -187,7 +187,7 @@ class Identities:
     def _differs(self, supposition: Supposition, call: Call | None = None, ignoring_errors: bool = False) -> Any:
         """The first node that differs if something is supposed, or why it cannot be traced then; None if none does."""
         try:
-            other = self.trace(Call(**{**vars(call or self.call), "supposition": supposition}))
+            other = self.trace(replace(call or self.call, supposition=supposition))
         except PippyError as error:
             return None if ignoring_errors else error
         difference = _first_difference(self.recorded, other, supposition)

@@ -130,6 +130,13 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
         )
 
 
+def trace_in_both_modes(model: nn.Module, call: Call) -> Traced:
+    """Trace one call; the graph follows the training flags of the model."""
+    check_model(model)
+    with tracing(model):
+        return _with_shared_memory(_trace(model, None, call))
+
+
 def _trace(
     model: nn.Module, tracer: TracerLike | None, call: Call, kept_whole: Mapping[str, str] | None = None
 ) -> Traced:

@@ -168,7 +168,7 @@ class StepCheck:
             return {}
         numbers, rows = (
             plain.step(PlainCall.of(self.compiled, self.division, turned=True), self.trains),
-            sum(self.division.sizes),
+            self.division.rows,
         )
         return {
             key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
@@ -248,7 +248,7 @@ class StepCheck:
         floor: float,
     ) -> Origin:
         """Where the differences begin."""
-        if any(each.kind != "parameter" for each in differences):
+        if any(each.kind != "parameter" for each in differences) and self.division.slices == 1:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
             gradients = {name: numbers["gradient", name] for name in self.parameters if self.trains}

@@ -16,9 +16,11 @@ def disagreement(compiled: Compiled, comparison: RowComparison) -> str:
     """The beginning of an error, which is followed by advice."""
     one, two = comparison.rows.sizes
     count = one + two
+    slices = comparison.rows.mini_batch.slices
+    cut = f", each in {slices} slices of its sequences" * (slices > 1)
     text = (
         f"{count} of the rows{_edits_of(comparison.rows)} were run as one micro-batch, and again as two of {one} and {two} "
-        "rows. The numbers differ, so the step would not be the plain model's. The losses of the micro-batches "
+        f"rows{cut}. The numbers differ, so the step would not be the plain model's. The losses of the micro-batches "
     )
     kind = _spelled(compiled, comparison)
     if comparison.loss_differs:

@@ -28,6 +28,7 @@ from pippy.drivers.batch.division import (
     PerMicrobatch,
     SameForAll,
     divided_leaves,
+    for_each_slice,
     map_divided,
 )
 from pippy.drivers.compare.trial_notes import InputTensor
@@ -68,7 +69,7 @@ class TriedRows:
         if any(each.dim is None and any(True for _ in tensors(each.values)) for each in pieces):
             raise NoRows("a value comes in pieces, and nothing says where its rows are")
         self.mini_batch = self.division = division
-        self.is_piece, self.first, rows = bool(pieces), 0, sum(division.sizes)
+        self.is_piece, self.first, rows = bool(pieces), 0, division.rows or 0
         least = min(division.sizes)
         if pieces:
             piece = max(division.held, key=division.rows_of)
@@ -122,14 +123,26 @@ class TriedRows:
         return found
 
     def divided(self, chunks: int, turned: bool = False) -> Division:
-        """The rows as one micro-batch or as two. With ``turned``, they are in the opposite order."""
+        """The rows as one micro-batch, or as two, each in the slices of the mini-batch.
+
+        With ``turned``, they are in the opposite order.
+        """
         sizes = self.sizes if chunks == 2 else (len(self.chosen),)
         starts = tuple(accumulate(sizes[:-1], initial=0))
+        slices = self.division.slices if chunks == 2 else 1
         arguments = {}
         for name, value in self.division.arguments.items():
             places = _places(name)
             arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), sizes, turned), value)  # noqa: B023
-        return replace(self.division, chunks=chunks, sizes=sizes, starts=starts, arguments=arguments, share=None)
+        return replace(
+            self.division,
+            chunks=chunks * slices,
+            sizes=for_each_slice(sizes, slices),
+            starts=for_each_slice(starts, slices),
+            slices=slices,
+            arguments=arguments,
+            share=None,
+        )
 
     def _taken(self, leaf: DividedValue, place: InputTensor, sizes: Sequence[int], turned: bool) -> DividedValue:
         if isinstance(leaf, CutTensor):

@@ -73,7 +73,7 @@ class TrialSteps:
 
         With ``follow``, the buffers that differ change from now on once in a step.
         """
-        sent = self.programs.for_trial(division.chunks, single_loss)
+        sent = self.programs.for_trial(division.row_chunks, single_loss, division.slices)
         ranks = list(dict.fromkeys(self.placed.ranks[stage] for stage in _first_stages(sent.lowered.program.placement)))
         name, call = self.placed.loss_call(sent.lowered)
         worker = self.placed.worker_of(call.call)

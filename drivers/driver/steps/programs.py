@@ -43,6 +43,7 @@ class RequestedSchedule:
     auto: Auto | None = None  # chooses the schedule
     checkpoint: Checkpoint = "never"
     replicas: int = 1
+    slices: int = 1
 
     def make(self, chunks: int, workers: int) -> Program:
         """The program for so many micro-batches, and so many workers of each replica. It is not lowered."""
@@ -59,14 +60,13 @@ class RequestedSchedule:
             return make_schedule("1f1b", workers=workers, chunks=chunks, checkpoint=self.checkpoint, **placed)
         self._check_v(self.schedule, workers, per_worker)
         by_hand = isinstance(self.options.get("placement"), Mapping | Placement)
-        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options, "replicas": self.replicas}
+        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options}
+        options |= {"replicas": self.replicas, "slices": self.slices}
         return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
 
     def example(self, chunks: int, workers: int) -> Program:
         """A program for ``chunks`` micro-batches of each replica, or the user's own program, whatever number it is for."""
-        return self.make(
-            self.schedule.chunks if isinstance(self.schedule, Program) else chunks * self.replicas, workers
-        )
+        return self.make(self.schedule.rows if isinstance(self.schedule, Program) else chunks * self.replicas, workers)
 
     def _check_v(self, name: str, workers: int, per_worker: Sequence[int]) -> None:
         """Refuse a V-shaped schedule without two stages for each worker, unless the options place the stages."""
@@ -88,15 +88,20 @@ class RequestedSchedule:
                 f"the program is for {_pipelines(program.replicas)}, and the driver for {_pipelines(self.replicas)}; give the "
                 f"driver replicas={program.replicas}, or make_schedule replicas={self.replicas}"
             )
+        if program.slices != self.slices:
+            raise DriverError(
+                f"the program is for slices={program.slices}, and the driver for slices={self.slices}; give the driver "
+                f"slices={program.slices}, or make_schedule slices={self.slices}"
+            )
         if program.placement.workers > workers:
             raise DriverError(
                 f"the program needs {program.workers} workers, but there are {workers * self.replicas}; start a "
                 "larger cluster"
             )
-        if chunks != program.chunks:
+        if chunks != program.rows:
             raise DriverError(
-                f"chunks={chunks}, but the program was made for {program.chunks} micro-batches; run it with "
-                f"chunks={program.chunks}, or make another program"
+                f"chunks={chunks}, but the program was made for {program.rows} micro-batches; run it with "
+                f"chunks={program.rows}, or make another program"
             )
         return program
 
@@ -113,7 +118,7 @@ class SentProgram:
 
 
 class DriverPrograms:
-    """Makes, lowers, sends and keeps the programs of one driver, one for each number of micro-batches.
+    """Makes, lowers, sends and keeps the programs of one driver, one for each number of micro-batches of rows.
 
     ``out_of_order`` and ``single_loss`` are what the driver was given. ``hosts_of`` says on which hosts workers are now.
     """
@@ -177,29 +182,35 @@ class DriverPrograms:
             return self.sent[chunks, name]
         program = self.schedule.make(chunks, self.workers)
         if not trains:
-            placement, replicas, hosts = program.placement, program.replicas, program.hosts
-            program = make_schedule(
-                "forward_only", workers=placement.workers, chunks=chunks, placement=placement, replicas=replicas
+            forward_only = make_schedule(
+                "forward_only",
+                workers=program.placement.workers,
+                chunks=chunks,
+                placement=program.placement,
+                replicas=program.replicas,
+                slices=program.slices,
             )
-            program = replace(program, hosts=hosts)
+            program = replace(forward_only, hosts=program.hosts)
         return self._send(chunks, name, program, trains)
 
-    def for_trial(self, chunks: int, single_loss: bool = False) -> SentProgram:
+    def for_trial(self, chunks: int, single_loss: bool = False, slices: int = 1) -> SentProgram:
         """The program of a trial: all forwards, then all backwards, on the workers of the first replica."""
-        name = "trial, single loss" if single_loss else "trial"
+        name = "trial" + ", single loss" * single_loss + f", {slices} slices" * (slices > 1)
         if (chunks, name) in self.sent:
             return self.sent[chunks, name]
         placement = self.schedule.example(chunks=1, workers=self.workers).placement
-        program = make_schedule("fill_drain", workers=placement.workers, chunks=chunks, placement=placement)
+        program = make_schedule(
+            "fill_drain", workers=placement.workers, chunks=chunks, placement=placement, slices=slices
+        )
         return self._sent(chunks, name, program, single_loss, False)
 
     def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
         """Lower a program and send it to the workers, unless they have it."""
         if (chunks, name) in self.sent:
             return self.sent[chunks, name]
-        check_changed_parameters(self.placed.compiled, chunks)
+        check_changed_parameters(self.placed.compiled, program.chunks)
         if trains:
-            check_whole_batch_gradients(self.placed.compiled, chunks)
+            check_whole_batch_gradients(self.placed.compiled, program.chunks)
         return self._sent(chunks, name, program, self.single_loss, self.out_of_order if trains else False)
 
     def _sent(

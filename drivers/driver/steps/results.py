@@ -10,6 +10,7 @@ from torch import fx
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.columns import DivisionOfColumns, loaded_columns
 from pippy.drivers.batch.division import Division, SameForAll
+from pippy.drivers.batch.join_slices import joined_slices
 from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batch.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
@@ -90,7 +91,8 @@ class Results:
         }
         self.row_dims |= self._known_row_dims(values)
         parts = [map_nodes(partial(self._value, values, each), self.output) for each in range(self.division.chunks)]
-        outputs = self._with_loss(self.output, self._merged(self.output, [*map(self._without_loss, parts)]), loss)
+        parts = joined_slices([*map(self._without_loss, parts)], self.division)
+        outputs = self._with_loss(self.output, self._merged(self.output, parts), loss)
         return LossAndOutputs(loss, outputs) if self.outputs else outputs
 
     def _known_row_dims(self, values: Mapping[str, Sequence[Any]]) -> dict[int, int | None]:
@@ -113,7 +115,7 @@ class Results:
 
     def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
         shared = _map_output(self._is_shared, output)
-        given = parts, self.division.sizes, self.output_spec
+        given = parts, self.division.sizes and self.division.sizes[:: self.division.slices], self.output_spec
         return merge_outputs(*given, mask=self.division.mask, shared=shared, row_dims=self.row_dims)
 
     def _is_shared(self, value: Any) -> bool:

@@ -23,8 +23,7 @@ class RunningStep:
     ) -> None:
         self._session, self._accepted = session, accepted
         self._results: Results | None = results
-        sizes = results.division.sizes
-        self.rows = None if sizes is None else sum(sizes)
+        self.rows = results.division.rows
         self._posted: PendingCommand | None = None
         self._result: Any = None
 

@@ -1,0 +1,107 @@
+"""Dividing the sequences of a call into slices: each micro-batch of rows becomes as many micro-batches as there are slices.
+
+    input_ids        0 1 2 3 4 5 6 7        0 1 2 3 | 4 5 6 7
+    labels           0 1 2 3 4 5 6 7        1 2 3 4 | 5 6 7 -100      shift_labels: those of the next tokens
+    attention_mask   1 1 1 1 1 1 1 1        1 1 1 1 | 1 1 1 1 1 1 1 1
+    position_ids                            0 1 2 3 | 4 5 6 7
+
+The Pipe of a slice takes more than the Pipe that the user has made. What the user does not give is made here: a mask of ones,
+and the positions of all tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from pippy.drivers.batch.divide import divide
+from pippy.drivers.batch.divide_call import check_guards_of
+from pippy.drivers.batch.division import CutTensor, Division, SlicedTensor, for_each_slice
+from pippy.drivers.batch.loss_weights import IGNORED
+from pippy.ir.base.errors import SliceError
+from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.trees import describe
+from pippy.ir.call.signature import bind
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.trace.slice_call import IDS, LABELS, MASK, NEXT_LABELS, POSITIONS
+
+
+def count_next_labels(*, shift_labels: torch.Tensor) -> torch.Tensor:
+    """What a slice counts in the loss of a model of transformers: the labels of next tokens that are not ignored."""
+    return (shift_labels != IGNORED).sum()
+
+
+@dataclass(frozen=True)
+class SlicedCalls:
+    """The calls of a driver that cuts sequences into so many slices. ``whole`` is the Pipe that the user has made, compiled."""
+
+    slices: int
+    whole: Compiled
+
+    @property
+    def makes_loss(self) -> bool:
+        """Whether the model makes its loss, of labels."""
+        return LABELS in self.whole.wiring.inputs
+
+    def divide(self, compiled: Compiled, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
+        """Divide the arguments of a call of the user's for the Pipe of a slice, ``compiled``: ``chunks`` rows of slices."""
+        names = {node.name: str(node.target) for node in compiled.placeholders()}
+        values = self._values(bind(self.whole, args, kwargs))
+        division = divide(
+            {name: values[user] for name, user in names.items()},
+            chunks,
+            names={user: name for name, user in names.items()},
+        )
+        assert division.sizes is not None
+        division = Division(
+            chunks * self.slices,
+            for_each_slice(division.sizes, self.slices),
+            {name: _sliced(leaf, grows=names[name] == MASK) for name, leaf in division.arguments.items()},
+            division.names,
+            starts=for_each_slice(division.starts, self.slices),
+            slices=self.slices,
+        )
+        check_guards_of(compiled, division)
+        return division
+
+    def _values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole value of each input of a slice, by the user's name."""
+        ids = given[IDS]
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            raise SliceError(
+                f"slices={self.slices} cuts {IDS}, which is {describe(ids)}; give the ids of tokens, an integer tensor of "
+                "[rows, length]"
+            )
+        rows, length = ids.shape
+        self._check_length(length)
+        made = {
+            MASK: torch.ones_like(ids, dtype=torch.long),
+            POSITIONS: torch.arange(length, device=ids.device).expand(rows, -1),
+        }
+        values = {**made, **{name: value for name, value in given.items() if value is not None}}
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor) or value.shape[:2] != ids.shape:
+                raise SliceError(
+                    f"slices={self.slices} cuts {name} along dimension 1, but it is {describe(value)}, and {IDS} is "
+                    f"{describe(ids)}; give a tensor whose first dimensions are the rows and the length of the sequences"
+                )
+        if LABELS in values:
+            values[NEXT_LABELS] = F.pad(values[LABELS], (0, 1), value=IGNORED)[:, 1:]
+        return values
+
+    def _check_length(self, length: int) -> None:
+        if length % self.slices or length < 2 * self.slices:
+            fitting = [count for count in range(2, length // 2 + 1) if length % count == 0]
+            nearest = min(fitting, key=lambda count: abs(count - self.slices), default=None)
+            remedy = "" if nearest is None else f", or make the driver with another number, as in slices={nearest}"
+            raise SliceError(
+                f"a sequence of {count_with_noun(length, 'token')} cannot be cut into slices={self.slices} of the same length, "
+                f"each of 2 tokens or more; pad the sequences to a multiple of {self.slices}{remedy}"
+            )
+
+
+def _sliced(leaf: Any, grows: bool) -> SlicedTensor:
+    assert isinstance(leaf, CutTensor)
+    return SlicedTensor(leaf.value, leaf.dim, leaf.requires_grad, grows)

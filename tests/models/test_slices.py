@@ -1,0 +1,397 @@
+"""A driver with slices= trains as the plain model does, on whole sequences: see docs/microbatches.md."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipeline
+from pippy.drivers.plan import make_schedule
+from pippy.errors import DriverError, MicrobatchError, SliceError
+from pippy.ir.run.slice_cache import SliceCache, roots
+from tests.drivers.thread_cluster import thread_cluster
+from tests.models.hugging_face import transformers
+from tests.models.test_generation import WORDS, Reversed, caches_with_keys, gpt2, llama
+
+ROWS, LENGTH = 5, 8
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+def plain_gpt2(**options):
+    return gpt2(**NO_DROPOUT, **options)
+
+
+def tokens(seed=1, rows=ROWS, length=LENGTH):
+    return torch.randint(9, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def of_logits(output, target):
+    """A loss function of what the model returns, in its own dtype: those of transformers compute in float32."""
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def of_next_labels(logits, labels, vocab_size, shift_labels=None, **_):
+    """The loss of transformers, in the dtype of the model."""
+    next_labels = F.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    return F.cross_entropy(logits.reshape(-1, vocab_size), next_labels.reshape(-1))
+
+
+def pipe_for(model, call, loss_fn=None, stages=3):
+    example = {name: value[:2] for name, value in call.items()}
+    return pipeline(model, loss_fn, num_stages=stages, split="parameters", example_kwargs=example)
+
+
+def plain_step(model, call, loss_fn=None):
+    """The loss, the logits and the gradients of the plain model."""
+    model = copy.deepcopy(model)
+    inputs = {name: value for name, value in call.items() if name != "target"}
+    output = model(**inputs)
+    loss = output.loss if loss_fn is None else loss_fn(output, call["target"])
+    loss.backward()
+    return loss.detach(), output.logits.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+def check_step(driver, model, call, loss_fn=None, chunks=2):
+    loss, logits, gradients = plain_step(model, call, loss_fn)
+    found, outputs = driver.run(chunks, **call, outputs=True)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs.logits, logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(driver.gradients(), gradients, rtol=1e-10, atol=1e-14)
+    driver.zero_grad()
+
+
+def call_with(loss_fn, **more):
+    return {"input_ids": tokens(), **({"labels": tokens()} if loss_fn is None else {"target": tokens(2)}), **more}
+
+
+@pytest.mark.parametrize("loss_fn", [None, of_logits], ids=["of_the_model", "of_logits"])
+@pytest.mark.parametrize("make", [plain_gpt2, llama])
+@pytest.mark.parametrize("kind", [PipelineDriver1F1B, PipelineDriverFillDrain])
+def test_slices_train_as_the_plain_model_does(threads, kind, make, loss_fn):
+    model = make()
+    if loss_fn is None:
+        model.loss_function = of_next_labels
+    call = call_with(loss_fn)
+    driver = kind(pipe_for(model, call, loss_fn), threads, slices=4)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5)
+    check_step(driver, model, call, loss_fn)
+    driver.run(2, **call)
+    optimizer.step()
+    driver.zero_grad()
+    driver.copy_to(model)
+    check_step(driver, model, call, loss_fn, chunks=3)
+    assert driver.check(2, **call)
+
+
+OTHERS = [
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+    "list",
+]
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_every_other_schedule(threads, schedule):
+    model, call = llama(), call_with(of_logits)
+    stages = {} if not schedule.endswith(("_v", "_half", "_min", "list")) else {"world_size": 2}
+    pipe = pipe_for(model, call, of_logits, stages=4)
+    driver = PipelineDriver(pipe, threads, schedule=schedule, slices=2, check=False, **stages)
+    check_step(driver, model, call, of_logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint": "always"},
+        {"checkpoint": {0: "except_last"}},
+        {"out_of_order": True},
+        {"replicas": 2},
+        {"schedule": "zb_h1", "checkpoint": "always"},
+    ],
+    ids=str,
+)
+def test_with_other_arguments_of_a_driver(threads, options):
+    model, call = plain_gpt2(), call_with(of_logits)
+    pipe = pipe_for(model, call, of_logits, stages=2)
+    driver = PipelineDriver(pipe, threads, slices=4, **{"schedule": "1f1b", **options})
+    check_step(driver, model, call, of_logits, chunks=3)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2", "olmo2"])
+def test_other_models(threads, name):
+    from tests.models.hugging_face import MODELS
+
+    if name not in MODELS:
+        pytest.skip(f"{name} is not among the models that are tested")
+    model = MODELS[name].make().double()
+    call = call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=2)
+    check_step(driver, model, call, of_logits)
+
+
+def test_padding_and_labels_that_do_not_count(threads):
+    """A slice in which no label counts has no loss, but gradients of its keys and values, from later slices."""
+    model, mask, labels = plain_gpt2(), torch.ones(ROWS, LENGTH, dtype=torch.long), tokens()
+    model.loss_function = of_next_labels
+    mask[1, :3], mask[3, 5:] = 0, 0
+    labels[:, 2:5] = -100
+    labels[0] = -100
+    call = {"input_ids": tokens(), "attention_mask": mask, "labels": labels}
+    driver = PipelineDriver1F1B(pipe_for(model, call), threads, slices=4)
+    check_step(driver, model, call)
+    labels = labels.clone()
+    labels[:, 4:] = -100  # the last slices have no loss at all
+    check_step(driver, model, {**call, "labels": labels})
+
+
+def test_what_later_slices_give_is_not_left_out(monkeypatch, threads):
+    """Without it, the gradients are other ones, and the check of the first step says so."""
+    model, call = llama(), call_with(of_logits)
+    monkeypatch.setattr("pippy.drivers.worker.slices.roots", lambda made: ([], []))
+    with pytest.raises(MicrobatchError, match="again as two of 3 and 2 rows, each in 4 slices of its sequences"):
+        PipelineDriver1F1B(pipe_for(model, call, of_logits), threads, slices=4).run(2, **call)
+
+
+def test_a_loss_function_that_shifts_labels_itself_is_found(threads):
+    def shifting(output, target):
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    call = call_with(shifting)
+    driver = PipelineDriver1F1B(pipe_for(llama(), call, shifting), threads, slices=4)
+    with pytest.raises(MicrobatchError, match="each in 4 slices of its sequences"):
+        driver.run(2, **call)
+
+
+def test_attention_that_is_not_causal_and_does_not_say_so_is_found(threads):
+    def to_all(module, query, key, value, attention_mask, **_):
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).contiguous(), None
+
+    interface = transformers().AttentionInterface
+    interface.register("to_all", to_all)
+    transformers().masking_utils.AttentionMaskInterface.register("to_all", lambda *_, **__: None)
+    model, call = plain_gpt2(attn_implementation="to_all"), call_with(of_logits)
+    with pytest.raises(MicrobatchError, match="each in 4 slices of its sequences"):
+        PipelineDriver1F1B(pipe_for(model, call, of_logits), threads, slices=4).run(2, **call)
+
+
+def test_evaluation_and_no_grad(threads):
+    model = gpt2()
+    call = call_with(of_logits)
+    pipe = pipe_for(model, call, of_logits)
+    driver = PipelineDriver1F1B(pipe, threads, slices=4)
+    model.eval()
+    with torch.no_grad():
+        loss, outputs = driver.run(2, **call, outputs=True)
+        expected = model(input_ids=call["input_ids"])
+    torch.testing.assert_close(loss, of_logits(expected, call["target"]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-12, atol=1e-12)
+    check_step(driver, model, call, of_logits)  # in evaluation mode, with gradients
+    model.train()
+
+
+def test_dropout_is_drawn_for_each_slice_and_the_same_in_every_run(threads):
+    call = call_with(of_logits)
+    pipe = pipe_for(gpt2(attn_pdrop=0.0), call, of_logits)  # threads of one process share what attention draws from
+
+    def losses():
+        driver = PipelineDriver1F1B(pipe, threads, slices=4, keyed_random=7, check=False)
+        return [float(driver.run(2, **call)) for _ in range(2)]
+
+    first = losses()
+    assert first == losses()
+    assert first[0] != first[1]
+
+
+def test_frozen_parameters_and_autocast(threads):
+    model, call = llama().float(), call_with(of_logits)
+    for name, each in model.named_parameters():
+        each.requires_grad_("layers.0" not in name and "embed" not in name)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=4)
+    loss, _, gradients = plain_step(model, call, of_logits)
+    found = driver.run(2, **call)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(driver.gradients(), gradients, rtol=1e-4, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, _ = plain_step(model, call, of_logits)
+        found = driver.run(2, **call)
+    torch.testing.assert_close(found, loss, rtol=1e-2, atol=1e-2)
+
+
+def test_generation_and_checkpoints_of_such_a_driver(threads, tmp_path):
+    model, call = plain_gpt2(), call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=4)
+    ids = call["input_ids"]
+    expected = copy.deepcopy(model).eval().generate(ids, max_new_tokens=3, pad_token_id=0)
+    assert torch.equal(driver.generate(ids, max_new_tokens=3, pad_token_id=0), expected)
+    path = driver.save(tmp_path, step=1)
+    other = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=3), threads)
+    assert other.load(path) == {"step": 1}
+
+
+def test_a_failed_step_leaves_no_keys_and_values(threads):
+    model, call = plain_gpt2(), call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits), threads, slices=4)
+    with pytest.raises(Exception, match="index out of range"):
+        driver.run(2, **{**call, "input_ids": call["input_ids"] + WORDS})
+    check_step(driver, model, call, of_logits)
+    assert not caches_with_keys()
+
+
+def test_a_user_s_program_with_slices(threads):
+    model, call = llama(), call_with(of_logits)
+    program = make_schedule("1f1b", workers=3, chunks=2, slices=4)
+    pipe = pipe_for(model, call, of_logits)
+    check_step(PipelineDriver(pipe, threads, schedule=program, slices=4), model, call, of_logits)
+    with pytest.raises(DriverError, match="the program is for slices=4, and the driver for slices=2"):
+        PipelineDriver(pipe, threads, schedule=program, slices=2)
+    with pytest.raises(DriverError, match="chunks=3, but the program was made for 2 micro-batches"):
+        PipelineDriver(pipe, threads, schedule=program, slices=4).run(3, **call)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            {"slices": 3},
+            "a sequence of 8 tokens cannot be cut into slices=3 of the same length, each of 2 tokens or more",
+        ),
+        ({"slices": 8}, "pad the sequences to a multiple of 8, or make the driver with another number, as in slices=4"),
+        ({"input_ids": torch.ones(5, 8)}, "slices=4 cuts input_ids, which is float32[5, 8]; give the ids of tokens"),
+        ({"target": tokens()[:, :4]}, "cuts target along dimension 1, but it is int64[5, 4]"),
+        ({"attention_mask": torch.ones(5, 8)}, "the model was traced with attention_mask=None"),
+        (
+            {"input_ids": MicroBatches([tokens(rows=3), tokens(rows=2)])},
+            "slices=4 cuts input_ids, which is MicroBatches",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_calls_are_refused_before_anything_is_sent(threads, wrong, text):
+    call = call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe_for(llama(), call, of_logits), threads, slices=wrong.pop("slices", 4))
+    before = list(threads.session.counts)
+    with pytest.raises(Exception, match=re.escape(text)):
+        driver.run(2, **{**call, **wrong})
+    assert threads.session.counts == before
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"slices": 0}, "slices=0: give into how many slices"),
+        ({"slices": True}, "slices=True: give into how many slices"),
+        ({"single_loss": True}, "slices=4 and single_loss=True cannot be combined"),
+        ({"compile": "graphs"}, "slices=4 and compile='graphs' cannot be combined: stages with slices run eagerly"),
+        ({"schedule": "auto"}, "slices=4 and schedule='auto' cannot be combined"),
+        ({"chunk_spec": (0,)}, "slices=4 and chunk_spec=(0,) cannot be combined"),
+        ({"output_spec": {"logits": 1}}, "slices=4 and output_spec={'logits': 1} cannot be combined"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_go_with_slices(threads, options, text):
+    pipe = pipe_for(llama(), call_with(of_logits), of_logits)
+    with pytest.raises(DriverError, match=re.escape(text)):
+        PipelineDriver(pipe, threads, **{"slices": 4, **options})
+
+
+class WithoutLayers(Reversed):
+    """It takes a cache, and puts nothing into it."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        (x,) = super().forward(input_ids)
+        return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
+
+
+class Backward(Reversed):
+    """It uses its layers the other way round when it has a cache."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        (x,) = super().forward(input_ids, use_cache=use_cache)
+        if use_cache:
+            x, _ = past_key_values.update(x, x, 0)
+        return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
+
+
+def bert():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    return transformers().BertLMHeadModel(transformers().BertConfig(vocab_size=WORDS, **sizes))
+
+
+def with_gradient_checkpointing():
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def with_a_loss_of_its_own():
+    model = llama()
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "text"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), {"input": torch.ones(5, 8)},
+         "the forward of Sequential does not take input_ids, attention_mask, past_key_values, use_cache"),
+        (bert, {"input_ids": tokens()}, "'bert.encoder.layer.0.attention.self' has is_causal=False"),
+        (lambda: llama(is_causal=False), {"input_ids": tokens()}, "the attention of LlamaForCausalLM is not causal"),
+        (Reversed, {"input_ids": tokens()}, "this one returns a tuple"),
+        (WithoutLayers, {"input_ids": tokens()}, "no layer of WithoutLayers adds keys and values to a cache"),
+        (llama, {"inputs_embeds": torch.ones(5, 8, 8)}, "the Pipe takes inputs_embeds, and it is not known how"),
+        (with_gradient_checkpointing, {"input_ids": tokens()}, "'model' of LlamaForCausalLM has gradient_checkpointing on"),
+        (with_a_loss_of_its_own, {"input_ids": tokens(), "labels": tokens()}, "does not take shift_labels"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_sliced_are_refused(threads, make, call, text):
+    pipe = pipe_for(make(), call, stages=2)
+    before = list(threads.session.counts)
+    with pytest.raises(SliceError, match=re.escape(text)):
+        PipelineDriver1F1B(pipe, threads, slices=2)
+    assert threads.session.counts == before
+
+
+def test_a_cut_where_slices_would_go_back_to_an_earlier_stage_is_refused(threads):
+    pipe = pipeline(Backward(), split=["b"], example_kwargs={"input_ids": tokens()})
+    text = r"the model cannot run in slices as it is cut: it uses 'a\.weight' of stage 0 after stage 1"
+    with pytest.raises(SliceError, match=text):
+        PipelineDriver1F1B(pipe, threads, slices=2)
+
+
+def test_copies_of_a_pipe_are_refused(threads):
+    pipe = copy.deepcopy(pipe_for(llama(), call_with(of_logits), of_logits))
+    with pytest.raises(SliceError, match="this Pipe, a copy, does not hold"):
+        PipelineDriver1F1B(pipe, threads, slices=2)
+
+
+def test_keys_of_all_slices_are_held_once():
+    """What each slice reads is a view of one buffer, and what it adds is not seen by those before it."""
+    cache, keys = SliceCache(slices=4), torch.randn(2, 3, 8, 5, dtype=torch.float64, requires_grad=True)
+    read, made = [], []
+    for number in range(4):
+        with cache.running(number) as its:
+            part = keys[:, :, 2 * number : 2 * number + 2]
+            read.append(cache.extended(part, part.detach(), layer=0)[0])
+            made.append(its)
+    assert len({each.untyped_storage().data_ptr() for each in read}) == 1
+    weights = [torch.randn_like(each) for each in read]
+    for number in reversed(range(4)):
+        edges, gradients = roots(made[number])
+        torch.autograd.backward([read[number], *edges], [weights[number], *gradients])
+    expected = sum(F.pad(each, (0, 0, 0, 8 - each.shape[2])) for each in weights)
+    torch.testing.assert_close(keys.grad, expected)
