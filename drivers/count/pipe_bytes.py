@@ -7,6 +7,8 @@ after it, and at their most. After a forward its values are dropped: what is the
     F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
 
+Where micro-batches are slices of a sequence, two rows of them run, slice by slice, and those of the second are counted.
+
 So the bytes of custom functions, of checkpoints inside of the model, of autocast's casts and of deferred layers are counted.
 Stages with ``compile=`` run as graphs here, too, and keep what these keep. The memory that a kernel takes for itself while it
 runs, and what a compiled piece holds while it runs, are not counted.
@@ -51,13 +53,14 @@ from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.run.slice_cache import SliceCache
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages
 
-MICROBATCHES = 2
+ROWS = 2  # of micro-batches, each of one or of several slices
 
 
 _Storages = frozenset[tuple[int, int, int]]  # as `LiveStorages.storages_of` gives them
@@ -70,6 +73,10 @@ class _RunBytes:
     kept: int
     outputs: frozenset[str]
     freed: frozenset[str]
+    keys: int  # for other slices
+
+
+_OfSlice = tuple[int, int]  # a stage, and a slice of a sequence
 
 
 @dataclass(frozen=True)
@@ -103,28 +110,24 @@ def count_pipe(
     (80, 80, 64)
     """
     compiled = compiled_of(pipe)
-    stages = compiled.num_stages
+    stages, slices = compiled.num_stages, division.slices
     orders = {
-        True: make_schedule("1f1b", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
-        False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
+        trained: make_schedule(name, workers=1, chunks=ROWS, slices=slices, stages_per_worker=stages)
+        for trained, name in ((True, "1f1b"), (False, "forward_only"))
     }
     with heard():
         lowered = _lower(pipe, orders[trains])
-    largest = max(range(division.chunks), key=lambda each: _rows(division, each))
+    largest = max(range(0, division.chunks, slices), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
         counted = _FakeRun(pipe, division, largest, device, trains, compile)
-        passes = counted.run(lowered)
-        by_halves: dict[str, _ComputationBytes] = {}
+        counted.run(lowered)
+        halved = None
         if trains and halves:
             halved = _FakeRun(pipe, division, largest, device, trains, compile)
-            by_halves = halved.run(_lower(pipe, in_halves(orders[True])))
-        by_stage = [_stage(stage, counted, passes, stage in lowered.program.backward) for stage in range(stages)]
-        if by_halves:
-            by_stage = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(by_stage)]
+            halved.run(_lower(pipe, in_halves(orders[True])))
         named, mode_and_unit = counted.named(), (counted.mode, counted.live.unit)
         undivided = [each for each in optimizers if each.shares is None]
         states = [sum(each.of(of_stage, *mode_and_unit) for each in undivided) for of_stage in named]
-        by_stage = [replace(each, optimizer=state) for each, state in zip(by_stage, states)]
         divided = Counter[int]()
         for each in optimizers:
             divided.update(each.of_workers(named, *mode_and_unit))
@@ -133,16 +136,20 @@ def count_pipe(
         name: sum(part.nbytes for part in plain_parts(_tensor(counted.modules, place)))
         for name, place in parameters.items()
     }
-    return PipeBytes(
-        tuple(by_stage),
-        counted.values,
-        frozenset(counted.owned),
-        frozenset(counted.copied),
-        tuple(_inputs(lowered, division, counted)),
-        device.type == "cpu",
-        replicated,
-        divided,
-    )
+    by_slice = [
+        PipeBytes(
+            tuple(_stages(counted, halved, lowered, number, states)),
+            counted.values[number],
+            frozenset(counted.owned),
+            frozenset(counted.copied),
+            tuple(_inputs(lowered, division, counted, number)),
+            device.type == "cpu",
+            replicated,
+            divided,
+        )
+        for number in range(slices)
+    ]
+    return by_slice[0] if slices == 1 else replace(by_slice[-1], slices=tuple(by_slice))
 
 
 def _lower(pipe: Pipe, schedule: Program) -> Lowered:
@@ -176,6 +183,7 @@ class _FakeRun:
         compile: CompileOptions | None,
     ) -> None:
         self.placed = PlacedPipe(compiled_of(pipe), [0] * compiled_of(pipe).num_stages)
+        self.slices, self.chunks = division.slices, ROWS * division.slices
         self.trains, self.device = trains, device
         self.graphs = None if compile is None else _graphs(compile)
         self.mode = FakeMode()
@@ -190,20 +198,23 @@ class _FakeRun:
         ):
             norm.momentum = norm.momentum or 0.1  # else it asks for the number of its calls, of which no size depends
         self.inputs = {
-            name: [map_tensors(self._fake, division.take(name, microbatch)) for _ in range(MICROBATCHES)]
+            name: [
+                map_tensors(self._fake, division.take(name, microbatch + at % self.slices)) for at in range(self.chunks)
+            ]
             for name in division.arguments
         }
         self.passes: dict[str, _ComputationBytes] = {}
-        self.values: dict[str, int] = {}
+        self.values: list[dict[str, int]] = [{} for _ in range(self.slices)]
         self.owned: set[str] = set()
         self.copied: set[str] = set()
         self.gradients: dict[str, int] = {}
         self.repeating: dict[int, int] = {}
-        self.runs: dict[int, _RunBytes] = {}
+        self.runs: dict[_OfSlice, _RunBytes] = {}
+        self.key_gradients: dict[_OfSlice, int] = {}
         self.results: dict[str, int] = {}
         # The values that a stage takes and gives in a micro-batch, and those of them that its half W frees.
         self.noted: dict[tuple[int, int], dict[tuple[str, str], _Storages]] = {}
-        self.freed: dict[int, dict[tuple[str, str], _Storages]] = {}
+        self.freed: dict[_OfSlice, dict[tuple[str, str], _Storages]] = {}
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -229,14 +240,14 @@ class _FakeRun:
                 of_stage[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
         return by_stage
 
-    def run(self, lowered: Lowered) -> dict[str, _ComputationBytes]:
-        """The bytes of each computation, by its text."""
+    def run(self, lowered: Lowered) -> None:
+        """Run all, and note the bytes of each computation."""
         (program,) = self.placed.programs(0, lowered, single_loss=False).values()
         (transport,) = in_process(1)
         statistics = StepStatistics.of(self.modules, {})
         bound = BoundProgram(program, self.modules, {}, self.device, graphs=self.graphs)
         self.executor = executor = Executor(bound, transport, self.device)
-        self.program, weights = lowered.program, (1 / MICROBATCHES,) * MICROBATCHES
+        self.program, weights = lowered.program, (1 / self.chunks,) * self.chunks
         self.step = StepContext(1, self.inputs, weights, self.trains, transport, StepDevice(self.device), statistics)
         executor.code = [
             (self._watched(instruction, handle), operands)
@@ -246,7 +257,10 @@ class _FakeRun:
         self.live.add([*known, *tensors(list(self.inputs.values()))])
         with self.mode, self.live, statistics.step(1) if statistics is not None else nullcontext():
             executor.run(self.step)
-        return self.passes
+
+    def of(self, op: Op, stage: int, number: int, first: bool = False) -> _ComputationBytes | None:
+        """The bytes of a computation of a slice, of the second row or of the first; None if there is none."""
+        return self.passes.get(str(Compute(op, stage, number + (0 if first else self.slices))))
 
     def _watched(self, instruction: Any, handle: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(instruction, Compute):
@@ -254,6 +268,8 @@ class _FakeRun:
 
         def watched(*operands: Any) -> None:
             live, names = self.live, self._made_by(instruction)
+            of_slice = instruction.stage, instruction.microbatch % self.slices
+            keys = self._keys_of(instruction)
             buffers = Snapshot(dict(enumerate(self._buffers(instruction.stage))))
             there, inputs = live.bytes, self._taken_apart(instruction)
             before, seen = live.restart(), live.seen
@@ -262,16 +278,20 @@ class _FakeRun:
             handle(*operands)
             if instruction.op == Op.BACKWARD_WEIGHT:
                 left = self._held_of(instruction)
-                self.freed[instruction.stage] = {key: each for key, each in held.items() if key not in left}
+                self.freed[of_slice] = {key: each for key, each in held.items() if key not in left}
             self._note_places(instruction, names, "given")
             torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _ComputationBytes(live.most - before, live.bytes - before)
             self.step.values.update({key: value for key, value in inputs.items() if key in self.step.values})
             arrived = self._note_values(instruction, names, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
+            keys = tuple(after - before for before, after in zip(keys, self._keys_of(instruction)))
+            if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                self.key_gradients[of_slice] = max(keys[1], 0)
             if instruction.op == Op.FORWARD:
                 own = [name for name, _ in inputs]
-                self.runs[instruction.stage] = self._run_of(instruction, own, names, live.bytes - there - arrived)
+                more = live.bytes - there - arrived
+                self.runs[of_slice] = self._run_of(instruction, own, names, more, max(keys[0], 0))
                 written = [buffers.tensors[each] for each in buffers.changed()]
                 averages = [
                     each for each in self._averages(instruction.stage) if all(each is not one for one in written)
@@ -279,6 +299,15 @@ class _FakeRun:
                 self.repeating[instruction.stage] = sum(each.nbytes for each in [*written, *averages])
 
         return watched
+
+    def _keys_of(self, compute: Compute) -> tuple[int, int]:
+        """The bytes of keys and values that the slices of a row have made for one another, and of their gradients."""
+        calls = self._calls(compute.stage)
+        caches = [] if self.step.slices is None else self.step.slices.of_row(calls, compute.microbatch)
+        keys, gradients = (
+            [each for cache in caches for each in its(cache)] for its in (SliceCache.keys, SliceCache.gradients)
+        )
+        return self.live.bytes_of(keys), self.live.bytes_of(gradients)
 
     def _work(self, stage: int) -> Sequence[Work]:
         return self.executor.program.work.get(Pass("F", stage), ())
@@ -323,14 +352,19 @@ class _FakeRun:
     def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._fake(tensor) if tensor.layout is torch.strided else _received(tensor)
 
-    def _run_of(self, forward: Compute, takes: Iterable[str], gives: Iterable[str], more: int) -> _RunBytes:
-        """What the run of a forward holds. So many bytes are ``more`` than before it, and nothing else holds these values."""
+    def _run_of(self, forward: Compute, takes: Iterable[str], gives: Iterable[str], more: int, keys: int) -> _RunBytes:
+        """What the run of a forward holds. So many bytes are ``more`` than before it, and nothing else holds these values.
+
+        Of these, ``keys`` are for other slices.
+        """
         alive = self._held_of(forward)
         inputs = {name: alive["input", name] for name in takes if ("input", name) in alive}
         outputs = frozenset(name for name in gives if ("other", name) in alive)
         of_inputs = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*inputs.values()))
-        of_outputs = sum(self.values[name] for name in outputs - self.owned)
-        return _RunBytes(more - of_inputs - of_outputs, outputs, frozenset(takes).difference(inputs))
+        values = self.values[forward.microbatch % self.slices]
+        of_outputs = sum(values[name] for name in outputs - self.owned)
+        freed = frozenset(takes).difference(inputs)
+        return _RunBytes(more - of_inputs - of_outputs - keys, outputs, freed, keys)
 
     def _note_places(self, compute: Compute, names: Iterable[str], how: str) -> None:
         """Note the storages of values: those that a forward takes as inputs, all others alike."""
@@ -352,7 +386,9 @@ class _FakeRun:
         arrived: list[torch.Tensor] = []
         for name in names:
             value_tensors = list(tensors(self.step.values.get((name, compute.microbatch))))
-            self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in value_tensors)
+            self.values[compute.microbatch % self.slices][name] = sum(
+                -(-each.nbytes // self.live.unit) * self.live.unit for each in value_tensors
+            )
             keys = {part.untyped_storage()._cdata for each in value_tensors for part in plain_parts(each)}
             if value_tensors and self.live.newest_of(value_tensors) <= seen:
                 self.owned.add(name)
@@ -382,15 +418,26 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes], trains: bool) -> StageBytes:
+def _stages(
+    counted: _FakeRun, halved: _FakeRun | None, lowered: Lowered, number: int, states: Sequence[int]
+) -> Iterator[StageBytes]:
+    """The bytes of each stage for one slice."""
+    for stage, state in enumerate(states):
+        found = replace(_stage(stage, counted, number, stage in lowered.program.backward), optimizer=state)
+        yield found if halved is None else _between_halves(stage, found, halved, number)
+
+
+def _stage(stage: int, counted: _FakeRun, number: int, trains: bool) -> StageBytes:
     calls = counted._calls(stage)
     state = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
     results = sum(counted.results.get(name, 0) for work in counted._work(stage) for name in work.gives if name)
-    forward = passes[f"F{stage}.1"]
+    forward, run = counted.of(Op.FORWARD, stage, number), counted.runs[stage, number]
+    assert forward is not None
     if not trains:
-        return StageBytes(counted.live.bytes_of(state), results=results, forward=forward.most)
-    first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
-    gradients, run = counted.gradients[f"B{stage}"], counted.runs[stage]
+        return StageBytes(counted.live.bytes_of(state), results=results, keys=run.keys, forward=forward.most)
+    first, later = (counted.of(Op.BACKWARD, stage, number, first=each) for each in (True, False))
+    assert first is not None and later is not None
+    gradients = counted.gradients[f"B{stage}"]
     return StageBytes(
         parameters=counted.live.bytes_of(state),
         gradients=gradients,
@@ -399,20 +446,24 @@ def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes
         freed_inputs=run.freed,
         repeating=counted.repeating[stage],
         results=results,
+        keys=run.keys,
+        key_gradients=counted.key_gradients[stage, number],
         forward=forward.most,
         backward=later.most,
         first_backward=first.most,
     )
 
 
-def _between_halves(
-    stage: int, stage_bytes: StageBytes, counted: _FakeRun, halves: Mapping[str, _ComputationBytes]
-) -> StageBytes:
+def _between_halves(stage: int, stage_bytes: StageBytes, counted: _FakeRun, number: int) -> StageBytes:
     """The bytes of a stage, with those between the two halves of its backward."""
-    if f"W{stage}.0" not in halves:
+    inputs_first, inputs_later, first, later = (
+        counted.of(op, stage, number, first=each)
+        for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        for each in (True, False)
+    )
+    if inputs_first is None or inputs_later is None or first is None or later is None:
         return stage_bytes
-    first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
-    freed = counted.freed[stage]
+    freed = counted.freed[stage, number]
     inputs, others = (frozenset(name for role, name in freed if role == which) for which in ("input", "other"))
     of_values = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*freed.values()))
     return replace(
@@ -421,14 +472,14 @@ def _between_halves(
         deferred_inputs=inputs,
         deferred_values=others,
         early_gradients=stage_bytes.gradients - (first.more - later.more),
-        backward_input=halves[f"I{stage}.1"].most,
-        first_input=halves[f"I{stage}.0"].most,
+        backward_input=inputs_later.most,
+        first_input=inputs_first.most,
         backward_weight=later.most,
         first_weight=first.most,
     )
 
 
-def _inputs(lowered: Lowered, division: Division, counted: _FakeRun) -> Iterator[ModelInput]:
+def _inputs(lowered: Lowered, division: Division, counted: _FakeRun, number: int) -> Iterator[ModelInput]:
     for name in lowered.inputs:
         stages = sorted(
             key.stage
@@ -436,7 +487,7 @@ def _inputs(lowered: Lowered, division: Division, counted: _FakeRun) -> Iterator
             if key.phase == "F" and any(name in each.takes for each in work)
         )
         if stages:
-            one = counted.live.bytes_of(tensors(counted.inputs[name][0]))
+            one = counted.live.bytes_of(tensors(counted.inputs[name][number]))
             total = sum(each.nbytes for each in division.whole(name))
             masked = division.chunks * one if division.mask else 0  # then each micro-batch is a copy
             yield ModelInput(name, one, total + masked, tuple(stages))

@@ -1,6 +1,6 @@
 """A worker's part in a step whose micro-batches are slices of sequences: the keys and values between the runs of a stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,10 @@ class SliceCaches:
             self._drop(call, row)
         return outputs
 
-    def clear(self) -> None:
-        """Drop all caches."""
-        self._caches.clear()
+    def of_row(self, calls: Iterable[str], microbatch: int) -> list[SliceCache]:
+        """The caches of some calls, of the row of a micro-batch, as far as there are any."""
+        keys = [(call, microbatch // self.slices) for call in calls]
+        return [self._caches[key] for key in keys if key in self._caches]
 
     def _cache(self, call: StageCall, row: int) -> SliceCache:
         return self._caches.setdefault((call.name, row), SliceCache(self.slices))

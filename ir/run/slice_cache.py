@@ -97,9 +97,19 @@ class SliceCache(KeyValueCache):
     @contextmanager
     def running(self, number: int) -> Iterator[list[MadeForLater]]:
         """A context in which the graphs that this thread runs are those of a slice. Gives what they make for later slices."""
-        self._now, self._made = number, []
+        made: list[MadeForLater] = []
+        self._now, self._made = number, made
         with using_cache(self):
-            yield self._made
+            yield made
+        self._made = []  # else the graph of the latest slice would be held
+
+    def keys(self) -> Iterator[torch.Tensor]:
+        """The buffers of keys and values."""
+        return (each.whole for each in self._buffers.values())
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients that slices have given of what earlier ones have made."""
+        return (each.gradients for each in self._buffers.values() if each.gradients is not None)
 
     def extended(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> KeysAndValues:
         return self._extended(key, layer, 0), self._extended(value, layer, 1)

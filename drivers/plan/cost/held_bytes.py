@@ -54,6 +54,8 @@ class StageBytes:
 or gives |
     | early_gradients | those of ``gradients`` that the half I makes |
     | results | what it returns to the controller: held until the step ends |
+    | keys, key_gradients | what the forward, and the backward, of a slice of a sequence make for other slices: held until the \
+last backward of the row |
     | forward, backward, ... | the most that this computation needs at a time, above what is held when it begins; \
 ``first_...`` is where gradients appear |
 
@@ -73,6 +75,8 @@ or gives |
     deferred_values: frozenset[str] = frozenset()
     early_gradients: int = 0
     results: int = 0
+    keys: int = 0
+    key_gradients: int = 0
     forward: int = 0
     backward: int = 0
     first_backward: int = 0
@@ -107,7 +111,8 @@ class PipeBytes:
     input of the stage. ``inputs_stay`` says that the inputs of the model are held until the step ends, as on the CPU, where
     micro-batches are views; on another device they are copies, made for the first forward that takes one, and each goes with
     its last use. ``replicated`` are the parameters that several stages have a copy of. ``divided`` has, for each worker, the
-    state of optimizers whose state is divided among replicas, which is no part of the stages'.
+    state of optimizers whose state is divided among replicas, which is no part of the stages'. ``slices`` has the same for each
+    slice of a sequence, where slices are micro-batches; all else is for the last one.
     """
 
     stages: tuple[StageBytes, ...]
@@ -118,6 +123,11 @@ class PipeBytes:
     inputs_stay: bool = True
     replicated: Mapping[str, int] = field(default_factory=dict)
     divided: Mapping[int, int] = field(default_factory=dict)
+    slices: tuple["PipeBytes", ...] = ()
+
+    def of_slice(self, number: int) -> "PipeBytes":
+        """The same for one slice."""
+        return self.slices[number] if self.slices else self
 
 
 class Held(NamedTuple):
@@ -288,15 +298,22 @@ class _Walk:
         working += sum(self.arrived.values())
         return Held(self.parameters, self.gradients, self.optimizer, kept, inputs, values, working)
 
-    def _size(self, name: str) -> int:
+    def _of(self, microbatch: int) -> PipeBytes:
+        return self.sizes.of_slice(self.program.slice_of(microbatch))
+
+    def _of_stage(self, compute: Compute) -> StageBytes:
+        return self._of(compute.microbatch).stages[compute.stage]
+
+    def _size(self, name: str, microbatch: int) -> int:
+        sizes = self._of(microbatch)
         if name in self.inputs:
-            return 0 if self.sizes.inputs_stay else self.inputs[name].bytes
+            return 0 if sizes.inputs_stay else next(each.bytes for each in sizes.inputs if each.name == name)
         if name.endswith(_SUM):
-            return max(self.sizes.values.get(each, 0) for each in self.program.summands[name.removesuffix(_SUM)])
-        return 0 if name in self.free_of_charge else self.sizes.values.get(name.removesuffix(_COPY), 0)
+            return max(sizes.values.get(each, 0) for each in self.program.summands[name.removesuffix(_SUM)])
+        return 0 if name in self.free_of_charge else sizes.values.get(name.removesuffix(_COPY), 0)
 
     def _change(self, key: MicrobatchValue, holder: int, by: int) -> None:
-        self.values.change(key, holder, by, self._size(key[0]))
+        self.values.change(key, holder, by, self._size(*key))
 
     def _working(self, instruction: Instruction) -> int:
         """The most that an instruction needs at a time, above what is held when it begins."""
@@ -304,15 +321,16 @@ class _Walk:
             size = self.sizes.replicated.get(instruction.sum, 0)
             return size * self._copies(self.sums[instruction.sum], instruction.source)
         if isinstance(instruction, Add):
-            return self._size(instruction.into + _SUM)
+            return self._size(instruction.into + _SUM, instruction.microbatch)
         if not isinstance(instruction, Compute):
             return 0
-        stage, op = self.sizes.stages[instruction.stage], instruction.op
+        stage, op, microbatch = self._of_stage(instruction), instruction.op, instruction.microbatch
         first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
         if op == Op.FORWARD:
-            return stage.forward + sum(map(self._size, self._arriving(instruction.stage, instruction.microbatch)))
+            arriving = self._arriving(instruction.stage, microbatch)
+            return stage.forward + sum(self._size(name, microbatch) for name in arriving)
         if op == Op.RECOMPUTE:
-            return stage.forward
+            return stage.forward - stage.keys  # these are there since the first run
         if op == Op.BACKWARD:
             return stage.first_backward if first else stage.backward
         if op == Op.BACKWARD_INPUT:
@@ -342,20 +360,23 @@ class _Walk:
 
     def _forward(self, forward: Compute) -> None:
         stage, microbatch = forward.stage, forward.microbatch
-        sizes, done = self.sizes.stages[stage], Pass("F", stage)
+        sizes, done = self._of_stage(forward), Pass("F", stage)
         for name in self._arriving(stage, microbatch):
             self._change((name, microbatch), _WAITING, 1)
         for value in self.gives[done]:
             self._change((value, microbatch), _WAITING, 1)
+        self.kept += sizes.keys
         if stage not in self.program.backward:
             self.results += sizes.results
+            if self.program.slice_of(microbatch) == self.program.slices - 1:
+                self._end_row(forward)
         else:
             if (stage, microbatch) in self.program.checkpointed:
                 self._hold_inputs(forward, self._inputs_of(stage), 1)
                 self.kept += sizes.repeating
                 self.results += sizes.results
             else:
-                self._hold_inputs(forward, self._needed_inputs(stage), 1)
+                self._hold_inputs(forward, self._needed_inputs(forward), 1)
                 self.kept += sizes.kept
                 for value in sizes.kept_outputs:
                     self._change((value, microbatch), _OUTPUT, 1)
@@ -372,22 +393,22 @@ class _Walk:
         yield from (name + _COPY * (name in self.copied) for name in self.takes[Pass("F", stage)])
         yield from (name for name, each in self.inputs.items() if stage in each.stages)
 
-    def _needed_inputs(self, stage: int) -> list[str]:
-        freed = self.sizes.stages[stage].freed_inputs
-        return [name for name in self._inputs_of(stage) if name.removesuffix(_COPY) not in freed]
+    def _needed_inputs(self, compute: Compute) -> list[str]:
+        freed = self._of_stage(compute).freed_inputs
+        return [name for name in self._inputs_of(compute.stage) if name.removesuffix(_COPY) not in freed]
 
     def _hold_inputs(self, compute: Compute, names: Iterable[str], by: int) -> None:
         for name in names:
             self._change((name, compute.microbatch), _INPUT, by)
 
-    def _run_again(self, stage: int) -> int:
+    def _run_again(self, compute: Compute) -> int:
         """What a second forward makes: its outputs are not those that were sent."""
-        sizes = self.sizes.stages[stage]
-        return sizes.kept - sizes.results + sum(self.sizes.values.get(name, 0) for name in sizes.kept_outputs)
+        sizes, values = self._of_stage(compute), self._of(compute.microbatch).values
+        return sizes.kept - sizes.results + sum(values.get(name, 0) for name in sizes.kept_outputs)
 
     def _recompute(self, recompute: Compute) -> None:
-        self.kept += self._run_again(recompute.stage) - self.sizes.stages[recompute.stage].repeating
-        self._hold_inputs(recompute, self._needed_inputs(recompute.stage), 1)
+        self.kept += self._run_again(recompute) - self._of_stage(recompute).repeating
+        self._hold_inputs(recompute, self._needed_inputs(recompute), 1)
         self._hold_inputs(recompute, self._inputs_of(recompute.stage), -1)
 
     def _backward(self, backward: Compute) -> None:
@@ -396,21 +417,29 @@ class _Walk:
 
     def _backward_input(self, half: Compute) -> None:
         self._begin_backward(half)
-        self._hold(half.stage, half.microbatch, 1)
+        self._hold(half, 1)
         self._add_gradients(half.stage, whole=False)
 
     def _backward_weight(self, half: Compute) -> None:
-        self._hold(half.stage, half.microbatch, -1)
+        self._hold(half, -1)
         self._add_gradients(half.stage, whole=True)
 
     def _begin_backward(self, backward: Compute) -> None:
         self._drop_run(backward)
         for value in self.gives[Pass("B", backward.stage)]:
             self._change((value, backward.microbatch), _WAITING, 1)
+        self.kept += self._of_stage(backward).key_gradients
+        if self.program.slice_of(backward.microbatch) == 0:
+            self._end_row(backward)
 
-    def _hold(self, stage: int, microbatch: int, by: int) -> None:
+    def _end_row(self, compute: Compute) -> None:
+        """What slices have made for one another is gone."""
+        every = [self.sizes.of_slice(number).stages[compute.stage] for number in range(self.program.slices)]
+        self.kept -= sum(each.keys + each.key_gradients for each in every)
+
+    def _hold(self, half: Compute, by: int) -> None:
         """What the half I leaves for W is held, or no more: some of it may be in other hands, too, and counts once."""
-        sizes = self.sizes.stages[stage]
+        stage, microbatch, sizes = half.stage, half.microbatch, self._of_stage(half)
         self.kept += by * sizes.deferred
         for name in self._inputs_of(stage):
             if name.removesuffix(_COPY) in sizes.deferred_inputs:
@@ -418,16 +447,16 @@ class _Walk:
         again = (stage, microbatch) in self.program.checkpointed
         for name in sizes.deferred_values:
             if again and name in self.gives[Pass("F", stage)]:  # the outputs of a second forward are no values
-                self.kept += by * self.sizes.values.get(name, 0)
+                self.kept += by * self._of(microbatch).values.get(name, 0)
             else:
                 self._change((name, microbatch), _OUTPUT, by)
 
     def _drop_run(self, backward: Compute) -> None:
         stage, microbatch = backward.stage, backward.microbatch
-        sizes = self.sizes.stages[stage]
-        self._hold_inputs(backward, self._needed_inputs(stage), -1)
+        sizes = self._of_stage(backward)
+        self._hold_inputs(backward, self._needed_inputs(backward), -1)
         if (stage, microbatch) in self.program.checkpointed:
-            self.kept -= self._run_again(stage)
+            self.kept -= self._run_again(backward)
             return
         self.kept -= sizes.kept
         self.results += sizes.results
