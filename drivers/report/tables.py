@@ -154,7 +154,9 @@ def traffic(step: StepData) -> str:
     if not rows:
         return "<p>No value went from worker to worker.</p>"
     parts = [f"{bytes_text(sum(each.bytes for each in step.traffic()))} in all"]
-    parts += [f"{bytes_text(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()]
+    parts += [
+        f"{bytes_text(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()
+    ]
     total = f"<p>{'; '.join(parts)}.</p>"
     return total + report_table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
