@@ -502,7 +502,7 @@ def test_recorded_values_are_those_of_the_links(threads):
             links[moved.source, moved.to] += moved.bytes
     assert links == {(0, 1): 512, (0, 2): 512, (1, 2): 512, (2, 3): 3 * 512}
     assert recording.steps[-1].between_hosts() == {(0, 1): 2 * 512, (1, 0): 4 * 512}
-    assert "in all; 1 KiB from host 0 to host 1; 2 KiB from host 1 to host 0.</p>" in tables.traffic(
+    assert "in all; 1.0 KiB from host 0 to host 1; 2.0 KiB from host 1 to host 0.</p>" in tables.traffic(
         recording.steps[-1]
     )
     orders = recording.steps[-1].program.orders
