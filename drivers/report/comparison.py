@@ -9,7 +9,7 @@ from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.tables import report_table
 from pippy.drivers.report.timeline_view import timeline
-from pippy.ir.base.readable import bytes_text, duration, percent
+from pippy.ir.base.readable import bytes_text, count_with_noun, duration, percent
 
 StepPair = tuple[StepData, StepData]
 Names = tuple[str, str]
@@ -73,7 +73,7 @@ def by_chance(recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Na
     """Says so if steps of one recording are as long as those of the other, so that the difference may be chance."""
     (low, high), (other_low, other_high) = ((min(each), max(each)) for each in map(_lengths, recorded))
     ranges = " and ".join(
-        f"{duration(min(lengths))} to {duration(max(lengths))} in {name} ({len(lengths)} kept)"
+        f"{duration(min(lengths))} to {duration(max(lengths))} in {name} ({count_with_noun(len(lengths), 'step')})"
         for name, lengths in zip(names, map(_lengths, recorded))
     )
     if low > other_high or other_low > high:

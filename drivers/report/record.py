@@ -73,7 +73,7 @@ class Recording:
 
     >>> Recording(limit=0)
     Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: limit=0: give how many of the latest steps are to be kept, 1 or more
+    pippy.drivers.base.errors.DriverError: limit=0: give how many of the latest steps a recording has at most, 1 or more
     """
 
     limit: int = 100
@@ -84,7 +84,9 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
-            raise DriverError(f"limit={brief(self.limit)}: give how many of the latest steps are to be kept, 1 or more")
+            raise DriverError(
+                f"limit={brief(self.limit)}: give how many of the latest steps a recording has at most, 1 or more"
+            )
 
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
@@ -145,9 +147,8 @@ class Recording:
         if not self.steps:
             raise DriverError(NOTHING_RECORDED)
         if step is not None and not -len(self.steps) <= step < len(self.steps):
-            raise DriverError(
-                f"step={step}: {len(self.steps)} steps were kept; give 0 to {len(self.steps) - 1}, or none"
-            )
+            there = count_with_noun(len(self.steps), "step")
+            raise DriverError(f"step={step}: the recording has {there}; give 0 to {len(self.steps) - 1}, or none")
         chosen = self.typical if step is None else self.steps[step]
         if memory is not None and memory.program != chosen.program:
             raise DriverError(

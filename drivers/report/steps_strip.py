@@ -29,7 +29,7 @@ def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int, abo
     others = f", and {dropped} earlier ones dropped" if dropped else ""
     missing = "" if len(there) == len(recorded) else " Grey bars are not on this page; report(step=...) shows them."
     said = (
-        f"{count_with_noun(len(recorded), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
+        f"{count_with_noun(len(recorded), 'step')}{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
         f"{duration(median(lengths))}. "
     )
     buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'

@@ -172,7 +172,7 @@ class Recovery:
                 self.points.append(left)
                 return left
             names = ", ".join(repr(self.cluster.workers[worker]) for worker in sorted(gone))
-            self.left_out = f"; what protect() kept of worker {names} was lost with the worker that held the copy"
+            self.left_out = f"; what protect() copied of worker {names} was lost with the worker that had the copy"
             self._check_points()
             on_disk = next((each.path for each in self.points if isinstance(each, DiskPoint)), "the start")
             source.warn(f"the run goes on from {on_disk}{self.left_out}")

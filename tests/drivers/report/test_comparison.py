@@ -34,7 +34,7 @@ def test_it_says_what_is_shorter_and_which_part_differs_most(page):
     assert f"even takes {duration(second)} for a step, uneven {duration(first)}: {shorter} shorter." in text
     assert "The largest difference is uneven stages: 7 s less." in text
     lengths = sorted(each.makespan for each in before.steps)
-    ranges = f"{duration(lengths[0])} to {duration(lengths[2])} in uneven (3 kept)"
+    ranges = f"{duration(lengths[0])} to {duration(lengths[2])} in uneven (3 steps)"
     assert f"All steps of one are shorter than all of the other: {ranges}" in text
 
 

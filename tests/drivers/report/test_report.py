@@ -310,7 +310,7 @@ def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot0|hatch|head)\))", text)
     reader = read(tmp_path / "report.html")
     assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
-    assert "3 steps kept, and 2 earlier ones dropped" in text
+    assert "3 steps, and 2 earlier ones dropped" in text
 
 
 def test_what_users_name_is_text_on_the_page(tmp_path):
@@ -516,7 +516,7 @@ def test_a_report_of_nothing_is_refused(tmp_path):
     for act in (Recording().report, Recording().save_trace):
         with pytest.raises(DriverError, match="nothing was recorded; run steps inside"):
             act(tmp_path / "nothing")
-    with pytest.raises(DriverError, match="step=1: 1 steps were kept"):
+    with pytest.raises(DriverError, match="step=1: the recording has 1 step; give 0 to 0"):
         recorded(slow_stage(1.0)).report(tmp_path / "nothing", step=1)
     assert list(tmp_path.iterdir()) == []
 

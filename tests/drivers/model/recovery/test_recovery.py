@@ -96,7 +96,7 @@ def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expe
     run.lose(0, 1)
     with pytest.raises(WorkerLostError):
         run.step(1)
-    with pytest.raises(CheckpointError, match=r"no state to recover.*protect\(\) kept of worker 'worker0' was lost"):
+    with pytest.raises(CheckpointError, match=r"no state to recover.*protect\(\) copied of worker 'worker0' was lost"):
         run.driver.recover()
     run = Run(workers)
     run.step(0)
