@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from unittest.mock import patch
 
 from torch.distributed import run
@@ -27,7 +28,11 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, words, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         sys.stdout.flush(), sys.stderr.flush()
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of Python 3.12: torchrun has threads, and ranks need none
+            self.pid = os.fork()
         if self.pid == 0:
             _become(words[2:], env)
         self._child_created = True
