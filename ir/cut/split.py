@@ -18,6 +18,8 @@ from pippy.ir.base.node_notes import (
     NAMED_DEVICE,
     NO_GRADIENT,
     ROW_SIZES,
+    NodeNote,
+    NoteContent,
     copy_place,
 )
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
@@ -52,13 +54,8 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         required_inputs=traced.required_inputs,
         modes=traced.modes,
         kept_whole=traced.kept_whole,
-        row_sizes=_row_sizes(plan),
-        value_bytes={
-            value_name(plan, value): BYTES.of(value)
-            for stage in plan.stages
-            for value in stage.inputs
-            if BYTES.is_at(value)
-        },
+        row_sizes=_noted(plan, ROW_SIZES),
+        value_bytes=_noted(plan, BYTES),
         without_gradient=frozenset(
             value_name(plan, value) for stage in plan.stages for value in stage.inputs if NO_GRADIENT.of(value)
         ),
@@ -67,9 +64,10 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
     )
 
 
-def _row_sizes(plan: CutPlan) -> dict[str, Any]:
+def _noted(plan: CutPlan, note: NodeNote[NoteContent]) -> dict[str, NoteContent]:
+    """What is noted of the values that stages take and give, by their names."""
     values = {value for stage in plan.stages for value in (*stage.inputs, *stage.outputs)}
-    return {value_name(plan, value): ROW_SIZES.of(value) for value in values if ROW_SIZES.is_at(value)}
+    return {value_name(plan, value): note.of(value) for value in values if note.is_at(value)}
 
 
 def _seen_inputs(plan: CutPlan, stage: StagePlan) -> tuple[tuple[int, str], ...]:

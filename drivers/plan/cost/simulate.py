@@ -121,10 +121,8 @@ class Simulator:
         self.waiting: list[dict[int, Number]] = [
             defaultdict(int) for _ in program.orders
         ]  # since the latest computation
-        self.free_at: dict[object, Number] = defaultdict(
-            int
-        )  # of each channel, or of a host's line out and its line in
-        self.arrivals: dict[tuple[MicrobatchValue, int], Number] = {}
+        self.free_at: dict[object, Number] = defaultdict(int)  # when each channel is, or each line of a host
+        self.arrivals: dict[tuple[MicrobatchValue, int, int], Number] = {}  # of values, from a worker at another
         self.program, self.hosts = program, program.hosts
         for worker, instruction in self.in_turn() if self.hosts else self.in_stretches():
             self.step(worker, instruction)
@@ -138,7 +136,7 @@ class Simulator:
     def in_turn(self) -> Iterator[tuple[int, Instruction]]:
         """All instructions, always the next one of the worker whose clock is behind those of all others that need not wait."""
         orders, done = self.program.orders, [0] * self.program.workers
-        waiting: dict[tuple[MicrobatchValue, int], int] = {}
+        waiting: set[tuple[MicrobatchValue, int, int]] = set()
         turns: list[tuple[Number, int]] = [(0, worker) for worker in range(self.program.workers)]
         heapify(turns)
         while turns:
@@ -148,17 +146,18 @@ class Simulator:
             instruction = orders[worker][done[worker]]
             kind = instruction.kind
             if kind.receives_from and kind.gives:
-                key = kind.gives(instruction), worker
-                if key not in self.arrivals and key[0][0] not in self.from_before:
-                    waiting[key] = worker
+                taken = kind.gives(instruction), kind.receives_from(instruction), worker
+                if taken not in self.arrivals and taken[0][0] not in self.from_before:
+                    waiting.add(taken)
                     continue
             yield worker, instruction
             done[worker] += 1
             heappush(turns, (self.now[worker], worker))
             if kind.sends_to and kind.takes:
-                woken = waiting.pop((kind.takes(instruction), kind.sends_to(instruction)), None)
-                if woken is not None:
-                    heappush(turns, (self.now[woken], woken))
+                sent = kind.takes(instruction), worker, kind.sends_to(instruction)
+                if sent in waiting:
+                    waiting.remove(sent)
+                    heappush(turns, (self.now[sent[2]], sent[2]))
 
     def step(self, worker: int, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
@@ -178,7 +177,7 @@ class Simulator:
     def send(self, worker: int, key: MicrobatchValue, to: int) -> None:
         value = key[0]
         if self.hosts and self.hosts[worker] == self.hosts[to]:
-            self.arrivals[key, to] = self.now[worker]
+            self.arrivals[key, worker, to] = self.now[worker]
             return
         lines: tuple[object, ...] = ((worker, to),)
         if self.hosts:
@@ -186,10 +185,10 @@ class Simulator:
         begin = max(self.now[worker], *(self.free_at[line] for line in lines))
         end = begin + self.costs.occupied.get(value, 0)
         self.free_at.update(dict.fromkeys(lines, end))
-        self.arrivals[key, to] = end + self.costs.latency.get(value, 0)
+        self.arrivals[key, worker, to] = end + self.costs.latency.get(value, 0)
 
     def receive(self, worker: int, key: MicrobatchValue, source: int) -> None:
-        arrival = 0 if key[0] in self.from_before else self.arrivals[key, worker]
+        arrival = 0 if key[0] in self.from_before else self.arrivals[key, source, worker]
         if arrival > self.now[worker]:
             if self.spans[worker]:  # else it is fill
                 self.waiting[worker][source] += arrival - self.now[worker]

@@ -14,11 +14,13 @@ from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import MicroBatches, PipelineDriver, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.lowering.lower import lower
+from pippy.drivers.lowering.flow import RemoteInterpreter
+from pippy.drivers.lowering.lower import by_pass, lower, value_sizes
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, simulate, validate
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.instructions import Receive, Send, parse_instruction
 from pippy.drivers.report import tables
+from pippy.ir.pipe import compiled_of
 from tests.drivers.plan.build import build, edges
 from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
 
@@ -165,6 +167,30 @@ def test_the_bytes_are_those_of_the_example():
     assert lower(compiled, make_schedule("1f1b", workers=3, chunks=1)).program.hosts is None
 
 
+def test_the_bytes_of_all_values_and_gradients_are_known_with_an_example():
+    """Also of one that the loss alone takes from an earlier stage."""
+
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(4, 4)
+
+        def forward(self, x):
+            aside, y = self.first(x), torch.relu(x * 2)
+            pipe_split()
+            return self.second(y), aside
+
+    x = torch.randn(3, 4)
+    pipe = pipeline(Aside(), lambda given, target: (given[0] - target).sum() + given[1].sum(), example_args=(x, x))
+    interpreter = RemoteInterpreter(compiled_of(pipe))
+    work = by_pass(interpreter.run_until(lambda node: node.op == "output"), training=True)
+    sizes = value_sizes(interpreter, work)
+    program = lower(pipe, make_schedule("1f1b", workers=2, chunks=1)).program
+    found = {edge.value: sizes[edge.value] for edge in program.flow}
+    values = {"first": 3 * 6 * 8, "relu": 3 * 4 * 8}
+    assert found == {**values, "first_grad_from__loss": values["first"], "relu_grad_from_submod_1": values["relu"]}
+
+
 def test_the_one_that_needs_it_first_gets_it():
     """Stage 1 is on the last worker, so that one hands the value on, also where others have lower numbers."""
     program = build("F0.0 | F3.0 | F2.0 | F1.0", (0, 3, 2, 1), backward=(), hosts=(0, 1, 1, 1)).for_graph(
@@ -198,6 +224,13 @@ def test_a_line_between_hosts_is_simulated_by_hand():
     assert simulate(program, **costs).makespan == 1 + 10 + 3 + 1
     assert simulate(replace(plain, hosts=program.hosts), **costs).makespan == 1 + 10 + 10 + 3 + 1
     assert simulate(plain, **costs).makespan == 1 + 10 + 3 + 1  # channels of their own, on one host
+
+
+def test_values_of_two_workers_come_onto_a_line_as_they_are_sent():
+    """Both workers of host 0 send a value after each unit of time, and none waits for the three of the other one."""
+    program = make_schedule("forward_only", workers=3, chunks=3).for_graph(edges("x F0 -> F2", "y F1 -> F2"))
+    spans = simulate(replace(program, hosts=(0, 0, 1)), forward=[1, 1, 1], size=10).timeline.spans
+    assert [each.start for each in spans[2]] == [1 + 20, 1 + 40, 1 + 60]
 
 
 def test_a_host_takes_one_value_at_a_time():
