@@ -1,0 +1,319 @@
+"""Steps on workers of several hosts, where values are handed on: no number changes, and nothing waits or fails otherwise."""
+
+import copy
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from exps.tried_models.residual_streams import AttentionResiduals
+from pippy import MicroBatches, PipelineDriver, pipe_split, pipeline
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.lowering.lower import lower
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.language.instructions import Receive, parse_instruction
+from pippy.drivers.report import tables
+from tests.drivers.lowering.test_hand_on import handed_on
+from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+DRIVERS = [  # the hosts, the schedule, the stages of each worker, and what else
+    ("a a b b", "interleaved_1f1b", 2, {}),
+    ("a b a b", "looped_bfs", 2, {"checkpoint": "always"}),
+    ("a a b b", "zb_v", 2, {}),
+    ("a b b b", "v_min", 2, {}),
+    ("a a b b", "zb_h1", 1, {}),
+    ("a b c d", "dualpipe_v", 2, {"checkpoint": "except_last"}),
+    ("a a b b", "interleaved_1f1b", 2, {"out_of_order": True}),
+    ("a b b b", "1f1b", 1, {"out_of_order": 8}),
+    ("a b a b", "interleaved_1f1b", 2, {"replicas": 2}),
+    ("a b b b", "looped_bfs", 2, {"single_loss": True}),
+    ("a b b b", "1f1b", 1, {"compile": "graphs"}),
+]
+
+
+def trained(cluster, hosts, model, schedule, **options):
+    """The loss and the gradients of a step, what evaluation gives, and the programs of both."""
+    generator = torch.Generator().manual_seed(3)
+    x, target = (torch.randn(15, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    with as_on_hosts(cluster, hosts):
+        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), example_args=(x, target))
+        driver = PipelineDriver(pipe, cluster, schedule=schedule, check=False, **options)
+        loss = driver.run(4, x, target)
+        found = {"loss": loss, **driver.gradients()}
+        programs = [driver.program(4)]
+        with torch.no_grad():
+            found["evaluated"] = driver.run(4, x, target)
+            programs.append(driver.program(4))
+        driver.close()
+    return found, programs
+
+
+@pytest.mark.parametrize(("hosts", "schedule", "per_worker", "options"), DRIVERS)
+def test_a_step_has_the_bits_of_one_host(threads, hosts, schedule, per_worker, options):
+    stages = per_worker * 4 // options.get("replicas", 1)
+    model = AttentionResiduals(stages, layers=2)
+    here, (plain, _) = trained(threads, "a a a a", model, schedule, **options)
+    there, programs = trained(threads, hosts, model, schedule, **options)
+    assert plain.hosts is None and not handed_on(plain)
+    assert all(program.hosts is not None for program in programs)
+    # With gradients, hosts of one worker have as much to send as with values handed on; the replicas have one reader on a host.
+    expected = [options.get("replicas", 1) == 1 and hosts != "a b c d", options.get("replicas", 1) == 1]
+    assert [bool(handed_on(program)) for program in programs] == expected
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        assert value is there[name] or torch.equal(value, there[name]), name
+
+
+def test_unequal_micro_batches_that_are_given(threads):
+    model = AttentionResiduals(4)
+    x, target = torch.randn(7, 8), torch.randn(7, 8)
+    losses = []
+    for hosts in ("a a a a", "a a b b"):
+        with as_on_hosts(threads, hosts):
+            pipe = pipeline(copy.deepcopy(model), nn.MSELoss())
+            driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+            losses.append(driver.run(3, MicroBatches(x.split([4, 1, 2])), MicroBatches(target.split([4, 1, 2]))))
+            assert bool(handed_on(driver.program(3))) == (hosts == "a a b b")
+            driver.close()
+    assert torch.equal(*losses)
+    torch.testing.assert_close(losses[0], nn.functional.mse_loss(model(x), target).detach())
+
+
+def test_values_that_are_no_tensors_are_handed_on(threads):
+    """A tuple with a view that is not contiguous, whole numbers and None: as it came, to the strides."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            made = {"h": self.layers[0](x).view(-1, 2, 3).transpose(1, 2), "n": x.shape[0], "none": None}
+            for layer in self.layers[1:]:
+                pipe_split()
+                x = layer(x) + made["h"].reshape(-1, 6) * made["h"].stride(1) + (0 if made["none"] is None else 1)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(8, 6)
+    with as_on_hosts(threads, "a b b b"):
+        pipe = pipeline(model, nn.MSELoss(), example_args=(x, x))
+        driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+        loss = driver.run(1, x, x)
+        assert handed_on(driver.program(1))
+        driver.close()
+    torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), x).detach())
+
+
+# Changes in place
+
+
+class Changes(nn.Module):
+    """A part that tracing does not look into, and that changes what it is given."""
+
+    def forward(self, x):
+        return x.mul_(2.0) + 1.0
+
+
+class KeepingChanges(fx.Tracer):
+    def is_leaf_module(self, module, path):
+        return isinstance(module, Changes) or super().is_leaf_module(module, path)
+
+
+class Changed(nn.Module):
+    """Of the two stages that read a value, one changes it in place. Neither waits for the other."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.change, self.where = nn.Linear(4, 4), Changes(), where
+
+    def forward(self, x):
+        y = self.first(x)
+        found = []
+        for stage in (1, 2):
+            pipe_split()
+            found.append(self.change(y) if self.where == stage else y + 1.0)
+        pipe_split()
+        return found[0] * found[1]
+
+
+def test_the_last_stage_that_reads_a_value_may_change_it(threads):
+    """It is on the worker that gets the value first, and what that hands on is what came."""
+    model, x = Changed(where=2), torch.randn(4, 4)
+    with as_on_hosts(threads, "a b b c"), torch.no_grad():
+        pipe, placed = pipeline(model, tracer=KeepingChanges()), {0: 0, 1: 2, 2: 1, 3: 0}
+        driver = PipelineDriver(pipe, threads, schedule="fill_drain", placement=placed, world_size=3)
+        assert torch.equal(driver.run(2, x), model(x))
+        assert handed_on(driver.program(2)) == {("first", 1, 2)}
+        order = list(map(str, driver.program(2).orders[1]))
+        assert order.index("send first.0 to 2") < order.index("F2.0")
+        driver.close()
+
+
+def test_another_stage_that_changes_it_is_refused_as_on_one_host(threads):
+    x = torch.randn(4, 4)
+    said = []
+    for hosts in ("a a a a", "a b b b"):
+        with as_on_hosts(threads, hosts):
+            pipe = pipeline(Changed(where=1), tracer=KeepingChanges())
+            driver = PipelineDriver(pipe, threads, schedule="1f1b", world_size=3)
+            with torch.no_grad(), pytest.raises(StepError, match=r"changed.* in place") as caught:
+                driver.run(2, x)
+            said.append(str(caught.value).splitlines()[-1])
+            driver.close()
+    assert said[0] == said[1]
+
+
+# Programs of other kinds
+
+
+class Skip(nn.Module):
+    """The last stage takes what the first and the second one give, the latter first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = self.first(x)
+        pipe_split()
+        z = self.second(y)
+        pipe_split()
+        return self.third(z) + y
+
+
+def test_a_worker_out_of_order_hands_on_before_it_can_use_the_value(threads):
+    """By hand: worker 1 uses the value with what worker 2 makes of it, and that worker 2 gets from worker 1."""
+    pipe, x = pipeline(Skip(), nn.MSELoss()), torch.randn(6, 8)
+    schedule = make_schedule("fill_drain", workers=3, chunks=3, placement={0: 0, 1: 2, 2: 1})
+    program = lower(pipe, schedule).program
+    orders = [[str(each) for each in order] for order in program.orders]
+    for chunk in range(3):
+        received, sent = f"receive first.{chunk} from 0", f"send first.{chunk} to 2"
+        orders[0].remove(sent)
+        orders[1].remove(received)
+        at = orders[1].index(f"receive second.{chunk} from 2")
+        orders[1][at:at] = [received, sent]
+        orders[2][orders[2].index(received)] = f"receive first.{chunk} from 1"
+    by_hand = program.with_orders(map(parse_instruction, order) for order in orders)
+    losses = set()
+    for each, options in ((program, {}), (by_hand, {}), (by_hand, {"out_of_order": True})):
+        driver = PipelineDriver(pipe, threads, schedule=each, world_size=3, check=False, step_timeout=20.0, **options)
+        losses.update(driver.run(3, x, x).item() for _ in range(3))
+        driver.close()
+    assert len(losses) == 1
+
+
+def test_a_program_that_says_what_is_sent_stays_as_it_is(threads):
+    pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
+    program = lower(pipe, make_schedule("1f1b", workers=4, chunks=2)).program
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+        assert driver.program(2) == program
+        driver.close()
+
+
+@pytest.mark.parametrize(("given", "hands_on"), [((0, 1, 1, 1), True), ((0, 0, 0, 0), False)])
+def test_hosts_that_a_program_says_are_those_that_count(threads, given, hands_on):
+    pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
+    program = replace(make_schedule("1f1b", workers=4, chunks=2), hosts=given)
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):
+                assert driver.program(2).hosts == given
+                assert bool(handed_on(driver.program(2))) == hands_on
+        driver.close()
+
+
+class Fails(nn.Module):
+    """Fails when it is told to, behind what its worker hands on."""
+
+    now = False
+
+    def forward(self, x):
+        if Fails.now:
+            raise ValueError("it was told to fail")
+        return x * 1.0
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.fails = nn.Linear(4, 4), Fails()
+
+    def forward(self, x):
+        y = self.first(x)
+        pipe_split()
+        z = self.fails(y)
+        pipe_split()
+        return z + y
+
+
+class KeepingFails(fx.Tracer):
+    def is_leaf_module(self, module, path):
+        return isinstance(module, Fails) or super().is_leaf_module(module, path)
+
+
+@pytest.mark.parametrize("out_of_order", [False, True])
+def test_a_worker_that_fails_behind_what_it_has_handed_on(threads, monkeypatch, out_of_order):
+    """What the next worker got of that step is dropped, and the next step is a good one."""
+    model, x = Failing(), torch.randn(4, 4)
+    with as_on_hosts(threads, "a b b b"):
+        driver = PipelineDriver(
+            pipeline(copy.deepcopy(model), nn.MSELoss(), tracer=KeepingFails()),
+            threads, schedule="1f1b", world_size=3, check=False, out_of_order=out_of_order,
+        )  # fmt: skip
+        assert handed_on(driver.program(2)) == {("first", 1, 2)}
+        for fails in (True, False, True, False):
+            monkeypatch.setattr(Fails, "now", fails)
+            with pytest.raises(StepError, match="it was told to fail") if fails else nullcontext():
+                torch.testing.assert_close(driver.run(2, x, x), nn.functional.mse_loss(model(x), x).detach())
+        assert not any(each.context.transport.received.values for each in threads.engine.workers)
+        driver.close()
+
+
+def test_the_automatic_schedule_hands_on(threads):
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    with as_on_hosts(threads, "a a b b"):
+        pipe = pipeline(AttentionResiduals(4), nn.MSELoss(), example_args=(x, target))
+        driver = PipelineDriver(pipe, threads, schedule="auto", check=False)
+        losses = set()
+        for _ in range(8):
+            losses.add(driver.run(2, x, target).item())
+            assert handed_on(driver.program(2))
+        assert driver.choice is not None and len(losses) == 1
+        driver.close()
+
+
+def test_recorded_values_are_those_of_the_links(threads):
+    """Counted on the wires: what worker 2 sends to worker 3 are the values that came from the other host, and its own."""
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    with as_on_hosts(threads, "a a b b"):
+        driver = PipelineDriver(pipeline(AttentionResiduals(4), nn.MSELoss()), threads, schedule="1f1b", check=False)
+        with driver.record() as recording:
+            driver.run(2, x, target)
+        driver.close()
+    links = Counter()
+    for moved in recording.steps[-1].traffic():
+        if "grad" not in moved.value:
+            links[moved.source, moved.to] += moved.bytes
+    assert links == {(0, 1): 512, (0, 2): 512, (1, 2): 512, (2, 3): 3 * 512}
+    assert recording.steps[-1].between_hosts() == {(0, 1): 2 * 512, (1, 0): 4 * 512}
+    assert "in all; 1.0 KiB from host 0 to host 1; 2.0 KiB from host 1 to host 0.</p>" in tables.traffic(
+        recording.steps[-1]
+    )
+    orders = recording.steps[-1].program.orders
+    assert not any(isinstance(each, Receive) and each.source < 2 for each in orders[3])
