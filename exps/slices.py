@@ -23,6 +23,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -42,7 +43,7 @@ def pipe_of(stages: int, length: int, width: int, layers: int) -> Pipe:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {
+    sizes: dict[str, Any] = {
         "n_positions": length,
         "n_embd": width,
         "n_layer": layers,
@@ -51,8 +52,8 @@ def pipe_of(stages: int, length: int, width: int, layers: int) -> Pipe:
         "eos_token_id": 0,
         "bos_token_id": 0,
     }
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False, tie_word_embeddings=False))
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, tie_word_embeddings=False))
     ids = torch.zeros(1, length, dtype=torch.long)
     return pipeline(
         model, loss_of, num_stages=stages, split="parameters", example_kwargs={"input_ids": ids, "target": ids}
@@ -64,13 +65,13 @@ def drivers(pipe: Pipe, workers: Cluster, slices: Sequence[int]) -> dict[int, Pi
     return {count: PipelineDriver1F1B(pipe, workers, slices=count, check=False) for count in slices}
 
 
-def counted(driver: PipelineDriver1F1B, rows: int, call: dict[str, torch.Tensor]) -> tuple[list[int], list[int]]:
+def counted(driver: PipelineDriver1F1B, rows: int, call: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The bytes that the workers hold at their peaks, and those of them that are no parameters and no gradients of these."""
     held = [each.peak for each in driver.memory(rows, **call).workers]
     return [each.total for each in held], [each.total - each.parameters - each.gradients for each in held]
 
 
-def measured(driver: PipelineDriver1F1B, rows: int, call: dict[str, torch.Tensor]) -> list[int]:
+def measured(driver: PipelineDriver1F1B, rows: int, call: dict[str, Any]) -> list[int]:
     """The most bytes that each worker held in a recorded step. The first step is not recorded."""
     driver.run(rows, **call)
     driver.zero_grad()
@@ -80,9 +81,7 @@ def measured(driver: PipelineDriver1F1B, rows: int, call: dict[str, torch.Tensor
     return [max(each.held[0]) for each in recording.steps[-1].noted if each.held is not None]
 
 
-def times(
-    made: dict[int, PipelineDriver1F1B], rows: int, call: dict[str, torch.Tensor], rounds: int
-) -> dict[int, list[float]]:
+def times(made: dict[int, PipelineDriver1F1B], rows: int, call: dict[str, Any], rounds: int) -> dict[int, list[float]]:
     """The seconds of each driver's steps, round by round."""
     found: dict[int, list[float]] = {count: [] for count in made}
     dice, losses = random.Random(0), set[str]()

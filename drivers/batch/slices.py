@@ -87,9 +87,20 @@ class SlicedCalls:
                     f"slices={self.slices} cuts {name} along dimension 1, but it is {describe(value)}, and {IDS} is "
                     f"{describe(ids)}; give a tensor whose first dimensions are the rows and the length of the sequences"
                 )
+        if given.get(MASK) is None:
+            self._check_not_packed(values[POSITIONS])
         if LABELS in values:
             values[NEXT_LABELS] = F.pad(values[LABELS], (0, 1), value=IGNORED)[:, 1:]
         return values
+
+    def _check_not_packed(self, positions: torch.Tensor) -> None:
+        """Refuse what models of transformers take for several documents in a row, which they do only without a cache."""
+        if not positions.is_meta and bool((positions.diff(dim=1) != 1).any()):
+            raise SliceError(
+                f"{POSITIONS} do not count up by one, so a row holds several documents one behind the other, and slices="
+                f"{self.slices} would let each attend to those before it; give each document a row of its own, or leave "
+                "slices= out"
+            )
 
     def _check_length(self, length: int) -> None:
         if length % self.slices or length < 2 * self.slices:

@@ -17,7 +17,7 @@ runs, and what a compiled piece holds while it runs, are not counted.
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.nn.modules.batchnorm import _NormBase
 
-from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
+from pippy.drivers.count.fake_errors import explain_fake_errors
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.lowering.lower import Lowered, lower
@@ -44,7 +44,6 @@ from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.drivers.worker.step_context import StepContext, StepDevice
-from pippy.ir.base.errors import PippyError
 from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.names import stage_index
@@ -285,13 +284,13 @@ class _FakeRun:
             self.step.values.update({key: value for key, value in inputs.items() if key in self.step.values})
             arrived = self._note_values(instruction, names, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
-            keys = tuple(after - before for before, after in zip(keys, self._keys_of(instruction)))
+            made, gradients = (after - before for before, after in zip(keys, self._keys_of(instruction)))
             if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-                self.key_gradients[of_slice] = max(keys[1], 0)
+                self.key_gradients[of_slice] = max(gradients, 0)
             if instruction.op == Op.FORWARD:
                 own = [name for name, _ in inputs]
                 more = live.bytes - there - arrived
-                self.runs[of_slice] = self._run_of(instruction, own, names, more, max(keys[0], 0))
+                self.runs[of_slice] = self._run_of(instruction, own, names, more, max(made, 0))
                 written = [buffers.tensors[each] for each in buffers.changed()]
                 averages = [
                     each for each in self._averages(instruction.stage) if all(each is not one for one in written)
@@ -491,21 +490,3 @@ def _inputs(lowered: Lowered, division: Division, counted: _FakeRun, number: int
             total = sum(each.nbytes for each in division.whole(name))
             masked = division.chunks * one if division.mask else 0  # then each micro-batch is a copy
             yield ModelInput(name, one, total + masked, tuple(stages))
-
-
-@contextmanager
-def explain_fake_errors() -> Iterator[None]:
-    """Inside, what fake tensors cannot do is an error that says what to do."""
-    try:
-        yield
-    except PippyError as error:
-        raise DriverError(_advice(str(error))) from error
-    except Exception as error:
-        raise DriverError(_advice(f"{type(error).__name__}: {error}")) from error
-
-
-def _advice(reason: str) -> str:
-    return (
-        "what a step holds is counted with fake tensors, which have shapes and no numbers, and this model cannot run with "
-        f"them:\n{reason}\nWhat to do: measure it, in a step that runs: with driver.record(memory=True) as recording"
-    )

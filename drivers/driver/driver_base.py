@@ -24,7 +24,6 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.slices import count_next_labels
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
@@ -34,6 +33,7 @@ from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
+from pippy.drivers.driver.slicing import in_slices_of
 from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
 from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
@@ -49,7 +49,6 @@ from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.running_step import RunningStep
-from pippy.drivers.driver.steps.slicing import pipe_in_slices
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
@@ -134,23 +133,12 @@ class PipelineDriverBase(ModelOnWorkers):
                 "numbers of workers as world_size="
             )
         check_options(type(self), self.schedule, options)
-        unlike_slices = {
-            "single_loss": single_loss,
-            "compile": compile,
-            "chunk_spec": chunk_spec,
-            "batch_dims": batch_dims,
-            "output_spec": output_spec,
-            "schedule": "auto" if self._auto is not None else None,
-            "_debug_mask_minibatches": _debug_mask_minibatches,
-        }
-        pipe, self._sliced = pipe_in_slices(pipe, slices, unlike_slices)
-        if self._sliced is not None and self._sliced.makes_loss and loss_reduction is None:
-            loss_reduction = count_next_labels
-        compiled = compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
         cutting = chunk_spec, batch_dims, output_spec
         mask, timeout = _debug_mask_minibatches, seconds(step_timeout)
-        self._settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
+        settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
+        pipe, self._settings, self._sliced = in_slices_of(pipe, slices, settings, compile, self._auto)
+        compiled = compiled_of(pipe)
         self._out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
         self._compares_by_step = by_step if check and compiled.loss is not None else None
         compile_with, numbers = compile_options(compile), first_numbers(keyed_random)

@@ -70,12 +70,7 @@ def make_schedule(
     )
     refuse_unknown_options(name, entry, options)
     each = shares(chunks * slices, replicas, slices)
-    parts = [entry.schedule(placed, len(share), **options) for share in each]
-    for part in parts:
-        if not isinstance(part, WorkerOrders):
-            raise ArgumentError(f"schedule {name} returned {beginning(part)}; it must return a WorkerOrders")
-    if slices > 1:
-        parts = [of_slices(part, placed, len(share), slices) for part, share in zip(parts, each)]
+    parts = [orders_of(name, placed, len(share), slices, options) for share in each]
     result = side_by_side(parts, each) if replicas > 1 else parts[0]
     program = Program(
         schedule=name,
@@ -92,8 +87,13 @@ def make_schedule(
     return program
 
 
-def of_slices(part: WorkerOrders, placement: Placement, chunks: int, slices: int) -> WorkerOrders:
-    """The orders of micro-batches as orders of slices: each stage holds the slices more that it runs ahead."""
+def orders_of(name: str, placement: Placement, chunks: int, slices: int, options: Mapping[str, object]) -> WorkerOrders:
+    """The orders of a schedule for one pipeline. Of slices, each stage holds more: those that it runs ahead."""
+    part = REGISTRY[name].schedule(placement, chunks, **options)
+    if not isinstance(part, WorkerOrders):
+        raise ArgumentError(f"schedule {name} returned {beginning(part)}; it must return a WorkerOrders")
+    if slices == 1:
+        return part
     most = [len(placement.stages_of(worker)) for worker in range(placement.workers)]
     memory = part.memory and [
         min(limit + (slices - 1) * stages, chunks * stages) for limit, stages in zip(part.memory, most)

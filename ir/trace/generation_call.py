@@ -123,7 +123,7 @@ class RecordingCache:
         return -1
 
     def __getattr__(self, name: str) -> Any:
-        raise GenerationError(f"forward asks its cache for {name!r}, which generate() does not know how to follow")
+        raise GenerationError(f"forward asks its cache for {name!r}, which pippy does not know how to follow")
 
 
 class FakeCache(KeyValueCache):

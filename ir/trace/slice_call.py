@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.errors import SliceError
+from pippy.ir.base.errors import GenerationError, SliceError
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.key_value_cache import extended_cache, using_cache
@@ -67,8 +67,11 @@ def check_can_be_sliced(model: nn.Module, compiled: Compiled) -> None:
 def trace_slice(model: nn.Module, compiled: Compiled) -> Traced:
     """The graph of one slice, for a Pipe that was compiled from the model."""
     check_can_be_sliced(model, compiled)
-    with using_cache(FakeCache(_BEFORE)):
-        traced = trace_in_both_modes(model, _call(model, compiled))
+    try:
+        with using_cache(FakeCache(_BEFORE)):
+            traced = trace_in_both_modes(model, _call(model, compiled))
+    except GenerationError as error:  # of the cache
+        raise SliceError(f"{type(model).__name__} cannot run in slices: {error}; leave slices= out") from error
     _check_traced(traced, model, compiled)
     return traced
 

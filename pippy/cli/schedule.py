@@ -25,6 +25,7 @@ WIDEST_GRID = 320  # columns; beyond that nobody reads a grid
 @click.option(
     "--checkpoint", type=click.Choice(CHECKPOINT_MODES), help="What keeps its inputs only, and is computed again (R)."
 )
+@click.option("--slices", type=click.IntRange(1), default=1, help="Into how many slices sequences are cut.")
 @with_costs
 @click.option("--step", type=click.FloatRange(0, min_open=True), help="The time that a column of the grid stands for.")
 @click.option("--svg", type=click.Path(), help="Write the timeline as a picture to this file.")
@@ -38,6 +39,7 @@ def schedule(
     placement: str | None,
     memory: int | None,
     checkpoint: str | None,
+    slices: int,
     step: float | None,
     svg: str | None,
     trace: str | None,
@@ -55,6 +57,7 @@ def schedule(
       pippy schedule interleaved-1f1b -p 4 -m 8 -v 2 --comm 0.25
       pippy schedule 1f1b -p 3 -m 6 --forward 1,3,2 --svg 1f1b.svg
       pippy schedule list -p 4 -m 8 --memory 3 --program mine.txt
+      pippy schedule 1f1b -p 4 -m 2 --slices 4
     """
     from pippy.drivers.plan import make_schedule, render_svg, render_trace, simulate_with
 
@@ -69,6 +72,7 @@ def schedule(
         stages_per_worker=stages_per_worker,
         placement=placement,
         checkpoint=checkpoint or "never",
+        slices=slices,
         **options | ({"costs": priced} if name == "list" else {}),
     )
     result = simulate_with(made_program, priced)
@@ -93,7 +97,10 @@ def head(program: "Program") -> str:
     """
     workers, stages = count_with_noun(program.workers, "worker"), count_with_noun(program.stages, "stage")
     placement = f" (placement {program.placement})" if program.stages != program.workers else ""
-    return f"{program.schedule}: {workers}, {stages}{placement}, {count_with_noun(program.chunks, 'micro-batch')}"
+    slices = f" ({count_with_noun(program.rows, 'row')} in {program.slices} slices)" * (program.slices > 1)
+    return (
+        f"{program.schedule}: {workers}, {stages}{placement}, {count_with_noun(program.chunks, 'micro-batch')}{slices}"
+    )
 
 
 def grid(timeline: "Timeline", step: float | None = None) -> str:

@@ -137,6 +137,16 @@ def test_a_window_that_slides_over_slices(threads):
     check_step(driver, model, call, of_logits)
 
 
+def test_positions_that_are_given_and_packed_documents(threads):
+    """Models of transformers read from positions where a document begins, but not where they have a cache."""
+    model, positions = llama(), torch.arange(LENGTH).expand(ROWS, -1) + 3
+    call = call_with(of_logits, position_ids=positions)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=4, check=False)
+    check_step(driver, model, call, of_logits)
+    with pytest.raises(SliceError, match="position_ids do not count up by one, so a row holds several documents"):
+        driver.run(2, **{**call, "position_ids": positions % 5})
+
+
 def test_padding_and_labels_that_do_not_count(threads):
     """A slice in which no label counts has no loss, but gradients of its keys and values, from later slices."""
     model, mask, labels = plain_gpt2(), torch.ones(ROWS, LENGTH, dtype=torch.long), tokens()
@@ -321,6 +331,16 @@ class WithoutLayers(Reversed):
         return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
 
 
+class Cropping(Reversed):
+    """It does with its cache what no graph follows."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        (x,) = super().forward(input_ids)
+        if use_cache:
+            past_key_values.crop(2)
+        return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
+
+
 class Backward(Reversed):
     """It uses its layers the other way round when it has a cache."""
 
@@ -334,6 +354,12 @@ class Backward(Reversed):
 def bert():
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
     return transformers().BertLMHeadModel(transformers().BertConfig(vocab_size=WORDS, **sizes))
+
+
+def with_an_encoder():
+    model = llama()
+    model.config.is_encoder_decoder = True
+    return model
 
 
 def with_gradient_checkpointing():
@@ -356,6 +382,8 @@ def with_a_loss_of_its_own():
         (bert, {"input_ids": tokens()}, "'bert.encoder.layer.0.attention.self' has is_causal=False"),
         (lambda: llama(is_causal=False), {"input_ids": tokens()}, "the attention of LlamaForCausalLM is not causal"),
         (Reversed, {"input_ids": tokens()}, "this one returns a tuple"),
+        (Cropping, {"input_ids": tokens()}, "Cropping cannot run in slices: forward asks its cache for 'crop'"),
+        (with_an_encoder, {"input_ids": tokens()}, "LlamaForCausalLM has an encoder and a decoder"),
         (WithoutLayers, {"input_ids": tokens()}, "no layer of WithoutLayers adds keys and values to a cache"),
         (llama, {"inputs_embeds": torch.ones(5, 8, 8)}, "the Pipe takes inputs_embeds, and it is not known how"),
         (with_gradient_checkpointing, {"input_ids": tokens()}, "'model' of LlamaForCausalLM has gradient_checkpointing on"),
