@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, local_cluster, pipeline
 from pippy.drivers.plan import make_schedule
-from pippy.errors import DriverError, MicrobatchError, SliceError
+from pippy.errors import DriverError, InputError, MicrobatchError, SliceError, StepError
 from pippy.ir.run.slice_cache import SliceCache, roots
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import transformers
@@ -247,20 +247,20 @@ def test_frozen_parameters_and_autocast(threads):
 
 
 def test_generation_and_checkpoints_of_such_a_driver(threads, tmp_path):
-    model, call = plain_gpt2(), call_with(of_logits)
-    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=4)
+    (model, pipe), call = llama_in_stages(2), call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe, threads, slices=4, check=False)
     ids = call["input_ids"]
     expected = copy.deepcopy(model).eval().generate(ids, max_new_tokens=3, pad_token_id=0)
     assert torch.equal(driver.generate(ids, max_new_tokens=3, pad_token_id=0), expected)
     path = driver.save(tmp_path, step=1)
-    other = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=3), threads)
+    other = PipelineDriver1F1B(llama_in_stages(3)[1], threads)
     assert other.load(path) == {"step": 1}
 
 
 def test_a_failed_step_leaves_no_keys_and_values(threads):
-    model, call = plain_gpt2(), call_with(of_logits)
-    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits), threads, slices=4)
-    with pytest.raises(Exception, match="index out of range"):
+    (model, pipe), call = llama_in_stages(2), call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe, threads, slices=4, check=False)
+    with pytest.raises(StepError, match=r"rows 0 to 2 of 5, slice 0 of 4[^$]*index out of range"):
         driver.run(2, **{**call, "input_ids": call["input_ids"] + WORDS})
     check_step(driver, model, call, of_logits)
     assert not caches_with_keys()
@@ -277,14 +277,21 @@ def test_a_user_s_program_with_slices(threads):
         driver.run(3, **call)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
+def of_length(length):
+    return {"input_ids": tokens(length=length), "target": tokens(length=length)}
+
+
+def test_wrong_calls_are_refused_before_anything_is_sent(threads):
+    call = call_with(of_logits)
+    driver = PipelineDriver1F1B(llama_in_stages()[1], threads, slices=4)
+    before = list(threads.session.counts)
+    for wrong, text in [
         (
-            {"slices": 3},
-            "a sequence of 8 tokens cannot be cut into slices=3 of the same length, each of 2 tokens or more",
+            of_length(10),
+            "a sequence of 10 tokens cannot be cut into slices=4 of the same length, each of 2 tokens or more",
         ),
-        ({"slices": 8}, "pad the sequences to a multiple of 8, or make the driver with another number, as in slices=4"),
+        (of_length(4), "pad the sequences to a multiple of 4, or make the driver with another number, as in slices=2"),
+        (of_length(1), "a sequence of 1 token cannot be cut"),
         ({"input_ids": torch.ones(5, 8)}, "slices=4 cuts input_ids, which is float32[5, 8]; give the ids of tokens"),
         ({"target": tokens()[:, :4]}, "cuts target along dimension 1, but it is int64[5, 4]"),
         ({"attention_mask": torch.ones(5, 8)}, "the model was traced with attention_mask=None"),
@@ -292,15 +299,9 @@ def test_a_user_s_program_with_slices(threads):
             {"input_ids": MicroBatches([tokens(rows=3), tokens(rows=2)])},
             "slices=4 cuts input_ids, which is MicroBatches",
         ),
-    ],
-    ids=str,
-)
-def test_wrong_calls_are_refused_before_anything_is_sent(threads, wrong, text):
-    call = call_with(of_logits)
-    driver = PipelineDriver1F1B(llama_in_stages()[1], threads, slices=wrong.get("slices", 4))
-    before = list(threads.session.counts)
-    with pytest.raises(Exception, match=re.escape(text)):
-        driver.run(2, **{**call, **{name: value for name, value in wrong.items() if name != "slices"}})
+    ]:
+        with pytest.raises((SliceError, InputError), match=re.escape(text)):
+            driver.run(2, **{**call, **wrong})
     assert threads.session.counts == before
 
 

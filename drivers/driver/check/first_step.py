@@ -4,6 +4,7 @@
     with padding             compared, cut in two places ─┼─▶ all agree: the step goes on
     with other padding       compared, cut in two places ─┘   else: remedies are tried in the same way
 
+Where sequences are cut into slices, the two micro-batches of rows are, and the one is not.
 The loss, every gradient and every buffer are compared, of all stages; see comparisons.py and worker/trials.py. So any loss is
 checked, in whichever stages its parts are made. If a loss of torch tells what it counts, micro-batches are weighted by that.
 The check is made once, and again when something changes that its result depends on.
