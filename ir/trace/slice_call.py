@@ -20,6 +20,7 @@ from torch import nn
 from pippy.ir.base.errors import GenerationError, SliceError
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.traced import Traced
+from pippy.ir.run.checkpointed_parts import parts_of
 from pippy.ir.run.key_value_cache import extended_cache, using_cache
 from pippy.ir.trace.arguments import Call
 from pippy.ir.trace.generation_call import CACHE_ARGUMENTS, FakeCache, RecordingCache, named_parameters
@@ -111,6 +112,12 @@ class SliceCall(Call):
 def _check_traced(traced: Traced, model: nn.Module, compiled: Compiled) -> None:
     """Raise if the graph of a slice does not read earlier slices, or counts other labels than the model does."""
     name = type(model).__name__
+    parts = [node for part in parts_of(list(traced.graph.nodes)) for node in part.nodes]
+    if any(node.target is extended_cache for node in parts):
+        raise SliceError(
+            f"{name} calls torch.utils.checkpoint for a part that adds keys and values to a cache, so the part would add them "
+            "once more in the backward; take it out, and give the driver checkpoint= instead"
+        )
     if not traced.graph.find_nodes(op="call_function", target=extended_cache):
         raise SliceError(
             f"no layer of {name} adds keys and values to a cache when it is called with use_cache=True, so a slice cannot read "

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, local_cluster, pipeline
 from pippy.drivers.plan import make_schedule
@@ -342,6 +343,18 @@ class Cropping(Reversed):
         return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
 
 
+class Checkpointing(Reversed):
+    """It checkpoints what adds keys to its cache."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        def part(x):
+            return past_key_values.update(x, x, 0)[0] if use_cache else x
+
+        (x,) = super().forward(input_ids)
+        x = checkpoint(part, x, use_reentrant=False)
+        return transformers().modeling_outputs.CausalLMOutputWithPast(logits=x)
+
+
 class Backward(Reversed):
     """It uses its layers the other way round when it has a cache."""
 
@@ -384,6 +397,7 @@ def with_a_loss_of_its_own():
         (lambda: llama(is_causal=False), {"input_ids": tokens()}, "the attention of LlamaForCausalLM is not causal"),
         (Reversed, {"input_ids": tokens()}, "this one returns a tuple"),
         (Cropping, {"input_ids": tokens()}, "Cropping cannot run in slices: forward asks its cache for 'crop'"),
+        (Checkpointing, {"input_ids": tokens()}, "calls torch.utils.checkpoint for a part that adds keys and values"),
         (with_an_encoder, {"input_ids": tokens()}, "LlamaForCausalLM has an encoder and a decoder"),
         (WithoutLayers, {"input_ids": tokens()}, "no layer of WithoutLayers adds keys and values to a cache"),
         (llama, {"inputs_embeds": torch.ones(5, 8, 8)}, "the Pipe takes inputs_embeds, and it is not known how"),
