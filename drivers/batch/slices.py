@@ -10,7 +10,8 @@ and the positions of all tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.divide_call import check_guards_of
 from pippy.drivers.batch.division import CutTensor, Division, SlicedTensor, for_each_slice
 from pippy.drivers.batch.loss_weights import IGNORED
+from pippy.drivers.batch.specs import MicroBatches
+from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import SliceError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
@@ -48,12 +51,15 @@ class SlicedCalls:
     def divide(self, compiled: Compiled, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
         """Divide the arguments of a call of the user's for the Pipe of a slice, ``compiled``: ``chunks`` rows of slices."""
         names = {node.name: str(node.target) for node in compiled.placeholders()}
-        values = self._values(bind(self.whole, args, kwargs))
+        given, sizes = self._whole(bind(self.whole, args, kwargs), chunks)
+        values = self._values(given)
         division = divide(
             {name: values[user] for name, user in names.items()},
             chunks,
             names={user: name for name, user in names.items()},
         )
+        if sizes is not None:
+            division = replace(division, sizes=sizes, starts=tuple(accumulate(sizes[:-1], initial=0)))
         assert division.sizes is not None
         division = Division(
             chunks * self.slices,
@@ -65,6 +71,24 @@ class SlicedCalls:
         )
         check_guards_of(compiled, division)
         return division
+
+    def _whole(self, given: Mapping[str, Any], chunks: int) -> tuple[dict[str, Any], tuple[int, ...] | None]:
+        """The values of a call, with one tensor for what comes in pieces, and the rows of these, if something does."""
+        pieces = {name: value.values for name, value in given.items() if isinstance(value, MicroBatches)}
+        shapes = {name: [_shape(each) for each in its] for name, its in pieces.items()}
+        if not shapes:
+            return dict(given), None
+        first = next(iter(shapes.values()))
+        lengths = {shape[1:] for shape in first}
+        alike = all(its == first and given[name].dim == 0 for name, its in shapes.items())
+        if not alike or len(lengths) > 1 or () in lengths or len(first) != chunks:
+            raise SliceError(
+                f"slices={self.slices} cuts {', '.join(map(repr, pieces))} given as {brief(given[next(iter(pieces))])}, and "
+                f"needs {count_with_noun(chunks, 'micro-batch')} of sequences of one length, with the same rows in each "
+                "argument; pad them to one length"
+            )
+        joined = {name: torch.cat(its) for name, its in pieces.items()}
+        return {**given, **joined}, tuple(rows for rows, *_ in first)
 
     def _values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The whole value of each input of a slice, by the user's name."""
@@ -111,6 +135,11 @@ class SlicedCalls:
                 f"a sequence of {count_with_noun(length, 'token')} cannot be cut into slices={self.slices} of the same length, "
                 f"each of 2 tokens or more; pad the sequences to a multiple of {self.slices}{remedy}"
             )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The rows and the length of sequences; less if there are none."""
+    return tuple(value.shape[:2]) if isinstance(value, torch.Tensor) else ()
 
 
 def _sliced(leaf: Any, grows: bool) -> SlicedTensor:

@@ -173,6 +173,17 @@ def test_the_check_of_a_step(threads, monkeypatch):
     assert "k_proj" in str(report)
 
 
+def test_micro_batches_that_come_in_pieces(threads):
+    (model, pipe), call = llama_in_stages(2), call_with(of_logits)
+    driver = PipelineDriver1F1B(pipe, threads, slices=4, check=False)
+    pieces = {name: MicroBatches([value[:1], value[1:]]) for name, value in call.items()}
+    loss, _, gradients = plain_step(model, call, of_logits)
+    torch.testing.assert_close(driver.run(2, **pieces), loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(driver.gradients(), gradients, rtol=1e-10, atol=1e-14)
+    items = iter([(call["input_ids"][:1], call["target"][:1]), (call["input_ids"][1:], call["target"][1:])])
+    torch.testing.assert_close(driver.eval_batch(items, chunks=2), loss, rtol=1e-12, atol=1e-12)
+
+
 def test_what_later_slices_give_is_not_left_out(monkeypatch, threads):
     """Without it, the gradients are other ones, and the check of the first step says so."""
     (_, pipe), call = llama_in_stages(), call_with(of_logits)
@@ -297,9 +308,12 @@ def test_wrong_calls_are_refused_before_anything_is_sent(threads):
         ({"target": tokens()[:, :4]}, "cuts target along dimension 1, but it is int64[5, 4]"),
         ({"attention_mask": torch.ones(5, 8)}, "the model was traced with attention_mask=None"),
         (
-            {"input_ids": MicroBatches([tokens(rows=3), tokens(rows=2)])},
-            "slices=4 cuts input_ids, which is MicroBatches",
+            {"input_ids": MicroBatches([tokens(rows=3), tokens(rows=2, length=16)])},
+            "slices=4 cuts 'input_ids' given as MicroBatches([int64[3, 8], int64[2, 16]]), and needs 2 micro-batches of "
+            "sequences of one length",
         ),
+        ({"input_ids": MicroBatches([tokens(), tokens()], dim=1)}, "with the same rows in each argument; pad them"),
+        ({"input_ids": MicroBatches([tokens()])}, "and needs 2 micro-batches of sequences of one length"),
     ]:
         with pytest.raises((SliceError, InputError), match=re.escape(text)):
             driver.run(2, **{**call, **wrong})
