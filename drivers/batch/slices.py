@@ -45,8 +45,8 @@ class SlicedCalls:
 
     @property
     def makes_loss(self) -> bool:
-        """Whether the model makes its loss, of labels."""
-        return LABELS in self.whole.wiring.inputs
+        """Whether the loss is the model's own, of labels."""
+        return LABELS in self.whole.wiring.inputs and self.whole.loss_module is None
 
     def divide(self, compiled: Compiled, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
         """Divide the arguments of a call of the user's for the Pipe of a slice, ``compiled``: ``chunks`` rows of slices."""

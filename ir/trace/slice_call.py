@@ -74,6 +74,7 @@ def trace_slice(model: nn.Module, compiled: Compiled) -> Traced:
     except GenerationError as error:  # of the cache
         raise SliceError(f"{type(model).__name__} cannot run in slices: {error}; leave slices= out") from error
     _check_traced(traced, model, compiled)
+    traced.concrete_args["use_cache"] = False  # with which the model gives the same for a whole sequence
     return traced
 
 

@@ -163,6 +163,19 @@ def test_padding_and_labels_that_do_not_count(threads):
     check_step(driver, model, {**call, "labels": labels})
 
 
+def test_a_loss_function_beside_labels_is_weighted_as_it_says(threads):
+    """The model makes a loss of its labels, too, which nothing uses."""
+    model, labels = plain_gpt2(), tokens()
+    labels[:, 3:] = -100
+    call = call_with(of_logits, labels=labels)
+    driver = PipelineDriver1F1B(pipe_for(model, call, of_logits, stages=2), threads, slices=4)
+    loss, _, gradients = plain_step(model, call, of_logits)
+    torch.testing.assert_close(driver.run(2, **call), loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(driver.gradients(), gradients, rtol=1e-10, atol=1e-14)
+    with pytest.raises(MicrobatchError, match=r"returns float32\[\] for a slice of 2 tokens.*outputs=False"):
+        driver.run(2, **call, outputs=True)
+
+
 def test_the_check_of_a_step(threads, monkeypatch):
     (_, pipe), call = llama_in_stages(), call_with(of_logits)
     driver = PipelineDriver1F1B(pipe, threads, slices=4, check=False)
