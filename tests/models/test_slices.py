@@ -130,6 +130,17 @@ def test_with_other_arguments_of_a_driver(threads, options):
     check_step(driver, model, call, of_logits, chunks=3)
 
 
+def test_the_bits_are_those_of_every_split_and_schedule(threads):
+    """Gradients of keys and values are added from the last slice to the first, wherever the stage is."""
+    found = []
+    for stages, schedule in ((2, "1f1b"), (3, "fill_drain"), (3, "zb_h1")):
+        pipe = llama_in_stages(stages)[1]
+        driver = PipelineDriver(pipe, threads, schedule=schedule, slices=4, check=False)
+        loss = driver.run(2, **call_with(of_logits))
+        found.append({"loss": loss, **driver.gradients()})
+    assert all(torch.equal(each[name], found[0][name]) for each in found[1:] for name in found[0])
+
+
 def test_a_window_that_slides_over_slices(threads):
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers().MistralConfig(vocab_size=WORDS, num_key_value_heads=1, sliding_window=3, **sizes)
