@@ -150,21 +150,22 @@ def serve(requests: socket.socket) -> None:
                 os._exit(0)
             os.close(adopt)
             os.read(adopted, 1)
-            os.write(answer, str(os.getpid()).encode())
+            *asked, new_session, process_group = pickle.loads(request)
+            if new_session:
+                os.setsid()
+            if process_group is not None:
+                os.setpgid(0, process_group)
+            os.write(answer, str(os.getpid()).encode())  # now, as who knows a process of Popen may end its group
             for each in (adopted, answer, requests.detach()):
                 os.close(each)
-            become(files, *pickle.loads(request))
+            become(files, *asked)
         os.waitpid(between, 0)
         for each in (adopted, adopt, answer, *files):
             os.close(each)
 
 
-def become(files, code, arguments, numbers, env, folder, niceness, new_session, process_group) -> None:
+def become(files, code, arguments, numbers, env, folder, niceness) -> None:
     """Run the code of ``python -c`` as a process does that was started with these files, environment and folder."""
-    if new_session:
-        os.setsid()
-    if process_group is not None:
-        os.setpgid(0, process_group)
     os.nice(niceness - os.nice(0))
     os.chdir(folder)
     os.environ.clear()

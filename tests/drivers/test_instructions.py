@@ -48,7 +48,9 @@ def weighed(monkeypatch):
 
     monkeypatch.setitem(KINDS, Weigh, Kind(Form("weigh {value}.{microbatch}"), takes=own_value))
     monkeypatch.setitem(BINDERS, Weigh, lambda bound, each: (weigh, (own_value(each),)))
-    monkeypatch.setattr(lower, "add_communication", lambda *args: with_weighing(add_communication(*args)))
+    monkeypatch.setattr(
+        lower, "add_communication", lambda *given, **named: with_weighing(add_communication(*given, **named))
+    )
     return found
 
 
