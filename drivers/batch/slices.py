@@ -96,7 +96,7 @@ class SlicedCalls:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
             raise SliceError(
                 f"slices={self.slices} cuts {IDS}, which is {describe(ids)}; give the ids of tokens, an integer tensor of "
-                "[rows, length]"
+                "[rows, length], and no rows that workers load"
             )
         rows, length = ids.shape
         self._check_length(length)

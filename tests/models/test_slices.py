@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, local_cluster, pipeline
+from pippy import (
+    IndexLoader,
+    MicroBatches,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    local_cluster,
+    pipeline,
+)
 from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, InputError, MicrobatchError, SliceError, StepError
 from pippy.ir.run.slice_cache import SliceCache, roots
@@ -329,6 +337,11 @@ def test_wrong_calls_are_refused_before_anything_is_sent(threads):
         (of_length(4), "pad the sequences to a multiple of 4, or make the driver with another number, as in slices=2"),
         (of_length(1), "a sequence of 1 token cannot be cut"),
         ({"input_ids": torch.ones(5, 8)}, "slices=4 cuts input_ids, which is float32[5, 8]; give the ids of tokens"),
+        (
+            next(iter(IndexLoader([{"input_ids": row, "target": row} for row in tokens()], batch_size=5))),
+            "slices=4 cuts input_ids, which is Column('input_ids', 5 rows); give the ids of tokens, an integer tensor of "
+            "[rows, length], and no rows that workers load",
+        ),
         ({"target": tokens()[:, :4]}, "cuts target along dimension 1, but it is int64[5, 4]"),
         ({"attention_mask": torch.ones(5, 8)}, "the model was traced with attention_mask=None"),
         (
