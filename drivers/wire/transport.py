@@ -43,6 +43,11 @@ class Transport(ABC):
     sent: dict[int, SentCount]
     received: ReceivedValues
 
+    @property
+    def on_host(self) -> "Transport":
+        """What passes values from the memory of one host to that of another, past devices."""
+        return self
+
     @abstractmethod
     def send(self, to: int, key: ValueKey, value: Any) -> None:
         """Send a value. Never waits for the receiver; the value may be changed or freed afterwards.

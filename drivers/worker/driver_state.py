@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -109,7 +110,7 @@ class DriverState:
         self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
         self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
-        self.kept = KeptStates(index, self.snapshots, self._exchange)
+        self.kept = KeptStates(index, self.snapshots, partial(self._exchange, transport.on_host))
         self.step_buffers = StepBuffers(self.modules)
         self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
         self.profiler = WorkerProfiler(index, device)
@@ -348,9 +349,9 @@ class DriverState:
             self.running = None
         self.gradients.end_reduction(number, adding)
 
-    def _exchange(self, order: Sequence[Instruction], number: int, passed: Passed) -> None:
+    def _exchange(self, transport: Transport, order: Sequence[Instruction], number: int, passed: Passed) -> None:
         """Do what instructions outside of a step say."""
-        self.running = ExchangeRun(order, self.transport)
+        self.running = ExchangeRun(order, transport)
         self.running.run(number, passed)
         self.running = None
 
@@ -387,7 +388,7 @@ class DriverState:
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
             order, shares = self.shares[step.optimizer]
-            self._exchange(order, number, shares)
+            self._exchange(self.transport, order, number, shares)
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 

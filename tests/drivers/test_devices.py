@@ -246,6 +246,22 @@ def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
     assert [device.faults for device in [*simulated, *others]] == [[]] * 6
 
 
+def test_what_is_protected_is_on_the_host_and_goes_past_the_devices(simulated):
+    with thread_cluster(3, simulated) as cluster:
+        _, driver = chained(cluster, schedule="1f1b", world_size=2)
+        optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+        driver.run(4, *torch.randn(2, 8, 4, dtype=torch.float64))
+        optimizer.step()
+        driver.zero_grad()
+        wanted, copied = driver.state_dict(), [device.copied for device in simulated]
+        driver.protect(optimizer=optimizer, step=1)
+        assert [device.copied for device in simulated] == copied
+        optimizer.step()
+        assert driver.recover() == {"step": 1}
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in driver.state_dict().items())
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
 def test_outputs_leave_the_device_while_it_computes(monkeypatch, simulated):
     model = Chained()
     with thread_cluster(3, simulated) as cluster:

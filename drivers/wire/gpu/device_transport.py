@@ -54,6 +54,10 @@ class DeviceTransport(Transport):
         self._closed = threading.Event()
         self.received.when_woken, self.received.when_dropped = self._send_copied, self._let_go
 
+    @property
+    def on_host(self) -> Transport:
+        return self.carrier
+
     def send(self, to: int, key: ValueKey, value: Any) -> None:
         sent = self.sent.setdefault(to, SentCount())
         sent.values += 1

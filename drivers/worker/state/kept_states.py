@@ -12,7 +12,7 @@ from typing import Any
 
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.states import WorkerState
-from pippy.drivers.worker.state.snapshots import Snapshots, on_host
+from pippy.drivers.worker.state.snapshots import Snapshots
 
 RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on
 
@@ -57,4 +57,4 @@ class PassedStates:
 
     def take(self, number: int, value: WorkerState) -> None:
         """Have a copy from another worker."""
-        self.states[number] = on_host(value)
+        self.states[number] = value

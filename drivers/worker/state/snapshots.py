@@ -64,7 +64,7 @@ class Snapshots:
             number: [place for place, each in places.items() if id(each) in optimizer.parameters]
             for number, optimizer in self.optimizers.items()
         }
-        return on_host(self.snapshot(places, own), copy=True)
+        return cast(WorkerState, map_tensors(lambda each: each.to("cpu", copy=True), self.snapshot(places, own)))
 
     def of_stages(self, states: Sequence[WorkerState]) -> WorkerState:
         """What some states, of other workers too, have of this worker's stages and optimizers; no random numbers."""
@@ -107,7 +107,7 @@ class Snapshots:
         """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients."""
         modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
         places = {id(each): place for place, each in self._places(nn.Module.named_parameters)}
-        parameters = _copied_state(self.snapshot(places.values(), {}, random=False))
+        parameters = map_tensors(torch.clone, self.snapshot(places.values(), {}, random=False))
         states = {number: each.copied_state() for number, each in self.optimizers.items()}
         random, before = RandomNumbers(modules, self.device).now(), Before(modules, None)
         gradients = self.gradients.take_out()
@@ -121,12 +121,3 @@ class Snapshots:
             random.restore()
 
         return put_back
-
-
-def _copied_state(state: WorkerState) -> WorkerState:
-    return cast(WorkerState, map_tensors(torch.clone, state))
-
-
-def on_host(state: WorkerState, copy: bool = False) -> WorkerState:
-    """The state with all its tensors in the host's memory, as in files: the host reads random numbers and counts of steps."""
-    return cast(WorkerState, map_tensors(lambda tensor: tensor.to("cpu", copy=copy), state))
