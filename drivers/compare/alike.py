@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.operations import RATES, draws, name_of
 
 FixedDraw = Callable[[Mapping[str, Any]], Any]
@@ -72,7 +72,7 @@ def _still(
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-class _DrawnAlike(TorchDispatchMode):
+class _DrawnAlike(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         names, dropped = _arguments_if_random(func)

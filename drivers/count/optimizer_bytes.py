@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.brief import brief
+from pippy.ir.base.dispatch_mode import DispatchMode
 
 Group = tuple[Sequence[torch.Tensor], Mapping[str, Any]]  # parameters, and their options
 
@@ -55,12 +55,8 @@ def counted_optimizer(make: Callable[..., Optimizer]) -> CountedOptimizer:
     return CountedOptimizer(make, ((None, {}),))
 
 
-class _OneForNumbers(TorchDispatchMode):
+class _OneForNumbers(DispatchMode):
     """Answers 1 where an optimizer asks for the number in a tensor. That is the count of its steps; no size depends on it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load all of torch.compile for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -8,7 +8,6 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.dataset_items import column_of, columns_of, load_rows
@@ -16,6 +15,7 @@ from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.shared_generators import shared_generators
+from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.operations import draws
 from pippy.ir.base.trees import describe, leaves
 from pippy.ir.run.may_draw import Draws
@@ -159,13 +159,8 @@ class LoadingBeside:
         return self._rows
 
 
-class _RefusesDraws(TorchDispatchMode):
+class _RefusesDraws(DispatchMode):
     """Raises at a random operation of torch that has no generator of its own."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled inside of this mode; torch would import torch.compile into each worker, to switch it off."""
-        return False
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

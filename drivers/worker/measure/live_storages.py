@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.sparse_tensors import plain_parts
 
 _aten = torch.ops.aten
@@ -26,7 +26,7 @@ _WITH_ALL_ELEMENTS = {
 _WITH_MEMORY_OF_THE_KERNEL = {_aten.mkldnn_rnn_layer.default, _aten._cudnn_rnn.default, _aten.cudnn_batch_norm.default}
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(DispatchMode):
     """Inside, ``bytes`` are those of the storages that are alive, of those that were added or made here; ``most`` the most.
 
     Each storage takes a multiple of ``unit`` bytes.
@@ -51,10 +51,6 @@ class LiveStorages(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, int] = {}  # in the order in which they came: an address may be used again
         self.seen = 0  # how many storages have come
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load all of torch.compile for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.looks and self.looks_at_arguments:

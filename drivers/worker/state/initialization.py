@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.operations import draws, effect_of
@@ -115,7 +115,7 @@ class _Calls:
             tensor.copy_(made[name])
 
 
-class _KeyedDraws(TorchDispatchMode):
+class _KeyedDraws(DispatchMode):
     """Seeds the generators before each random operation, and notes which memory operations write.
 
     What is drawn into a tensor without a name, in a module's function, is keyed by the module, and by how much was drawn so
@@ -137,11 +137,6 @@ class _KeyedDraws(TorchDispatchMode):
         self.module = f"module {name}"
         self.is_whole = writes is None or not any(tensor.is_meta for _, tensor in named_state(writes))
         seed_all(self._key(self.module))  # also the generators of Python and numpy
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled inside of this mode; torch would import torch.compile into each worker, to switch it off."""
-        return False
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
