@@ -140,7 +140,7 @@ class Pipe(nn.Module):
         """
         model, request = original_of(model), Request(loss_fn=loss_fn, deep_copy_module=deep_copy_module, cut=cut)
         traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
-        return Pipe(traced, compile_traced(traced, request))
+        return _made(traced, request)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -252,10 +252,10 @@ class Pipe(nn.Module):
 
 
 class TracedModel:
-    """The model that a Pipe was made from. A copy of a Pipe has none: its tensors are not those of the model."""
+    """The model that a Pipe was made from, and the loss. A copy of a Pipe has none: its tensors are not those of the model."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | None = None, loss: Callable[..., Any] | None = None) -> None:
+        self.model, self.loss = model, loss
 
     def __reduce__(self) -> Any:
         return TracedModel, ()
@@ -265,6 +265,12 @@ def model_of(pipe: Pipe) -> nn.Module | None:
     """The model that a Pipe was made from, which shares its tensors; None for a copy of a Pipe."""
     model: nn.Module | None = pipe.__dict__[_MODEL].model
     return model
+
+
+def loss_of(pipe: Pipe) -> Callable[..., Any] | None:
+    """The loss function that was given for a Pipe; None if the model returns its loss."""
+    loss: Callable[..., Any] | None = pipe.__dict__[_MODEL].loss
+    return loss
 
 
 def compiled_of(pipe: Pipe) -> Compiled:
@@ -291,14 +297,21 @@ def pipe_of(model: Any, request: Request) -> Pipe:
         model = deep_copy(model) if request.deep_copy_module else model
         example = request.example(model)
         traced = trace(model, request.tracer, request.concrete_args, example)
-        pipe = Pipe(traced, compile_traced(traced, request))
+        pipe = _made(traced, request)
         pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
         return pipe
+
+
+def _made(traced: Traced, request: Request) -> Pipe:
+    pipe = Pipe(traced, compile_traced(traced, request))
+    pipe.__dict__[_MODEL].loss = request.loss_fn
+    return pipe
 
 
 def pipe_alike(pipe: Pipe, traced: Traced, compiled: Compiled) -> Pipe:
     """A Pipe of another graph of the model that ``pipe`` was made from. It is called with the same example."""
     alike = Pipe(traced, compiled)
+    alike.__dict__[_MODEL].loss = loss_of(pipe)
     alike.__dict__[_EXAMPLE] = pipe.__dict__.get(_EXAMPLE)
     return alike
 

@@ -4,12 +4,14 @@ Two things of a model differ from one division to another though nothing is wron
 normalize the rows that they get. To compare two divisions, each is replaced by something that is the same for every row:
 
     a random operation     gives a fixed number: no dropout, the middle of a distribution, the most likely sample
+    a permutation          turns the order
     a batch norm           normalizes by its running statistics, and leaves them as they are
 
 Random operations are replaced where torch dispatches, below autograd. So all callers are covered: functions of Python, layers
 of C++, a forward that is run again in the backward. Forward and backward must both run inside.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.operations import RATES, draws, name_of
@@ -40,7 +43,7 @@ def alike(batch_norms: bool = True) -> Iterator[None]:
             [3., 4.]])
     """
     if batch_norms:
-        with _StillBatchNorms(), _DrawnAlike():
+        with _StillBatchNorms(), _functions_replaced(), _DrawnAlike(stills_norms=True):
             yield
     else:
         with _DrawnAlike():
@@ -51,9 +54,35 @@ class _StillBatchNorms(TorchFunctionMode):
     """Batch norms normalize by their running statistics; those that have none change nothing but scale and shift."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
+        if func is _BATCH_NORM:
             return _still(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+_BATCH_NORM = F.batch_norm
+_replacing = [0]  # how many contexts replace the function
+_lock = threading.Lock()
+
+
+@contextmanager
+def _functions_replaced() -> Iterator[None]:
+    """Inside, batch norms are still in a forward that a backward runs again, too: there a mode for functions has no effect."""
+    with _lock:
+        _replacing[0] += 1
+        F.batch_norm = _batch_norm
+    try:
+        yield
+    finally:
+        with _lock:
+            _replacing[0] -= 1
+            if not _replacing[0]:
+                F.batch_norm = _BATCH_NORM
+
+
+def _batch_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `F.batch_norm`, in whichever thread: only the modes for operations say whether they are still."""
+    stills = any(isinstance(each, _DrawnAlike) and each.stills_norms for each in _get_current_dispatch_mode_stack())
+    return (_still if stills else _BATCH_NORM)(*args, **kwargs)
 
 
 def _still(
@@ -69,10 +98,14 @@ def _still(
     if running_mean is None or running_var is None:
         like = input if weight is None else weight
         running_mean, running_var = like.new_zeros(input.shape[1]), like.new_ones(input.shape[1])
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    return _BATCH_NORM(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
 class _DrawnAlike(DispatchMode):
+    def __init__(self, stills_norms: bool = False) -> None:
+        super().__init__()
+        self.stills_norms = stills_norms
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         names, dropped = _arguments_if_random(func)
@@ -125,10 +158,12 @@ def _most_likely(given: Mapping[str, Any]) -> torch.Tensor:
     return probabilities.topk(samples, -1).indices
 
 
-def _in_order(given: Mapping[str, Any]) -> torch.Tensor:
-    """The permutation that changes nothing."""
-    options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
-    return torch.arange(given["n"], **options)
+def _turned(given: Mapping[str, Any]) -> torch.Tensor:
+    """A permutation that moves all: one that moves nothing would hide that rows are mixed."""
+    options = {
+        key: given[key] for key in ("dtype", "device") if isinstance(given.get(key), (torch.dtype, torch.device))
+    }
+    return torch.arange(given["n"] - 1, -1, -1, **options)
 
 
 def _with_middle_slope(given: Mapping[str, Any]) -> torch.Tensor:
@@ -147,7 +182,7 @@ _DRAWN: Mapping[str, FixedDraw] = {
     "native_dropout": _without_dropout,
     "_fused_dropout": _without_dropout,
     "multinomial": _most_likely,
-    "randperm": _in_order,
+    "randperm": _turned,
     "rrelu_with_noise": _with_middle_slope,
     "rrelu_with_noise_": lambda given: given["self"].copy_(_with_middle_slope(given)),
 }

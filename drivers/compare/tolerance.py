@@ -16,6 +16,8 @@ LEAST = (
     1e-6  # between divisions: a part of a model of float64 may compute in float32, which another order does not show
 )
 
+ACROSS = 1e-3  # between a CPU and a GPU, which multiplies float32 in parts of fewer bits where torch lets it
+
 
 def floor_of(*dtypes: torch.dtype) -> float:
     """The least tolerance, relative to a tensor's largest element, for the dtype of these that rounds most.

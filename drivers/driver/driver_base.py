@@ -29,6 +29,7 @@ from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.check_step import StepCheck, checked_model
+from pippy.drivers.driver.check.checked import Budget, Checked
 from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
@@ -118,7 +119,7 @@ class PipelineDriverBase(ModelOnWorkers):
         keyed_random: bool | int = True,
         replicas: int = 1,
         slices: int = 1,
-        check: bool = True,
+        check: bool | float | str = True,
         buffers: str | None = None,
         _debug_mask_minibatches: bool = False,
         **options: Any,
@@ -140,7 +141,8 @@ class PipelineDriverBase(ModelOnWorkers):
         pipe, self._settings, self._sliced = in_slices_of(pipe, slices, settings, compile, self._auto)
         compiled = compiled_of(pipe)
         self._out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
-        self._compares_by_step = by_step if check and compiled.loss is not None else None
+        budget = Budget.of(check)
+        self._first_check = (by_step, budget) if budget is not None and compiled.loss is not None else None
         compile_with, numbers = compile_options(compile), first_numbers(keyed_random)
         there, gone = len(self.cluster), self.cluster.gone
         chosen = chosen_workers(there, compiled.num_stages, world_size, all_ranks, replicas, gone)
@@ -179,8 +181,8 @@ class PipelineDriverBase(ModelOnWorkers):
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
         to_run = self.ranks, self.placement, self.programs, self._auto
         self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics, self._sliced)
-        if self._compares_by_step is not None:
-            self.steps.check_first(self.replicas == 1, self._compares_by_step)
+        if self._first_check is not None:
+            self.steps.check_first(self.replicas == 1, *self._first_check)
         self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])
         self._places = DriverPlaces.of(type(self).__name__, self.placed.replicas)
 
@@ -316,6 +318,20 @@ class PipelineDriverBase(ModelOnWorkers):
         plain = checked_model(self, model)
         rows = self.steps.datasets.loaded_here(call.division, call.columns, call.trains)
         return StepCheck(self, plain, rows, call.trains, partial(self.steps.aside, call)).report()
+
+    @property
+    def checked(self) -> Checked | None:
+        """What the latest check of a first step has compared: print it. None before the first step, or with ``check=False``.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).double()
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     loss = driver.run(2, torch.ones(4, 2).double(), torch.ones(4, 1).double())
+        ...     print(driver.checked)
+        the first step is the plain model's: 4 of 4 rows in 2 micro-batches: the loss and 4 gradients; largest difference ...
+        """
+        return None if self.steps.first_step is None else self.steps.first_step.checked
 
     def _usual_chunks(self) -> int:
         """A number of micro-batches that suits any schedule: as many as a pipeline has workers."""

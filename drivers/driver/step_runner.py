@@ -16,12 +16,14 @@ from pippy.drivers.batch.slices import SlicedCalls
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
-from pippy.drivers.driver.check.check_step import StepAside
-from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
+from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
+from pippy.drivers.driver.check.checked import Budget
+from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_bytes import TrialBytes
 from pippy.drivers.driver.check.trial_steps import TrialSteps
+from pippy.drivers.driver.check.whole_step import WholeTrial
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
-from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+from pippy.drivers.driver.steps.asked_outputs import asked_outputs, returns_more
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results
@@ -30,12 +32,12 @@ from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.parameter_hooks import PlacedHooks
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Hooks
-from pippy.ir.base import source
 from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.pipe import follow_training_flags
 from pippy.ir.record.module_hooks import ModuleHooks
@@ -82,17 +84,17 @@ class StepRunner:
         self.first_step: FirstStep | None = None
         self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
         self._auto, self._module_hooks, self._statistics, self._sliced = auto, module_hooks, statistics, sliced
+        self._has_run = False  # whether workers may have other buffers than the model in this process
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
 
-    def check_first(self, is_single: bool, by_step: bool) -> None:
+    def check_first(self, is_single: bool, by_step: bool, budget: Budget) -> None:
         """Have the first step checked. ``is_single`` says that there is one pipeline, ``by_step`` how buffers are compared."""
         settings = self.settings
         given = self.placed, self.programs, self.commands, self.datasets, settings.timeout, self.device.type
         may_be_single = self.compiled.loss_module is not None and is_single
-        trials = TrialSteps(*given, by_step)
-        self.first_step = FirstStep(
-            trials, settings.loss_reduction, settings.single_loss, may_be_single, self.trial_fits
-        )
+        of_loss = settings.loss_reduction, settings.single_loss, may_be_single
+        witness = witness_of(self.model, lambda: not self._has_run and self.model.stale.is_current)
+        self.first_step = FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, self.trial_fits)
 
     @property
     def trains(self) -> bool:
@@ -102,6 +104,7 @@ class StepRunner:
     def forget(self, workers: Collection[int]) -> None:
         """Other processes are in the places of these workers: they have no data, and the next step is the first of them."""
         self.datasets.forget(workers)
+        self._has_run = True
         if self.first_step is not None:
             self.first_step.forget()
 
@@ -127,11 +130,9 @@ class StepRunner:
         call = self.call(surroundings, chunks, args, kwargs, outputs)
         results = self.results(call, self.settings.output_spec)
         purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
-        unchecked = None
         if self.first_step is not None and call.trains:
-            unchecked = self.first_step.check(call.division, call.columns)
-            if self.first_step.told_reduction is not None:
-                results = self.results(call, self.settings.output_spec)
+            self.first_step.check(call, partial(self._tried, call, sent))
+            results = self.results(call, self.settings.output_spec)
         unprobed = (chunks, call.trains, outputs is not None)
         record = self.recording
         steps = self._prepared(
@@ -141,13 +142,9 @@ class StepRunner:
             record=record is not None or purpose.record,
             weigh=purpose.weigh,
             count_memory=record is not None and record.memory,
-            probe_outputs=results.merges
-            and call.division.chunks > 1
-            and call.division.slices == 1
-            and not call.division.mask
-            and unprobed not in self._probed,
+            probe_outputs=unprobed not in self._probed and _can_probe(call, results),
         )
-        running = RunningStep(self.session, results, partial(self._accepted, unprobed, unchecked))
+        running = RunningStep(self.session, results, partial(self._probed.add, unprobed))
         self.session.wait_given_up(self.settings.timeout)
         program = sent.lowered.program
         note = measured = None
@@ -156,7 +153,7 @@ class StepRunner:
             note = record.begin(program, self.ranks, names, batch_size(call.division, self.compiled))
         if self._auto is not None and call.trains:
             measured = self._auto.begin(chunks, program, self.ranks)
-        posted = self._post(steps, call, running)
+        posted, self._has_run = self._post(steps, call, running), True
         if measured is not None:
             measured(partial(self.session.wait, posted))
         return running.posted(posted, note)
@@ -164,17 +161,43 @@ class StepRunner:
     def aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
         """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
         call = replace(call, outputs=outputs)
+        sent = self.programs.next(call.division.row_chunks, call.trains)
         if self.first_step is not None and call.trains:
             with suppress(MicrobatchError):  # the report says what differs
-                self.first_step.check(call.division, call.columns)
+                self.first_step.check(call, partial(self._tried, call, sent))
         results = self.results(call, self.settings.output_spec if outputs else None)
-        sent = self.programs.next(call.division.row_chunks, call.trains)
         answers: list[Mapping[int, StepResult]] = []
         running = RunningStep(self.session, results, lambda: None)
         posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
         return StepAside(result, results.weights, seen)
+
+    def _tried(
+        self,
+        call: StepCall,
+        sent: SentProgram,
+        division: Division,
+        written: frozenset[str],
+        follow: Collection[TensorLocation],
+    ) -> WholeTrial:
+        """The step as a trial, on rows that are in this process. What is put together by a spec of the user's is left out."""
+        assert self.first_step is not None
+        more = returns_more(self.compiled, call.outputs) and self.settings.output_spec is None
+        call = replace(call, division=division, scale=None, outputs=more)
+        results = self.results(call, None)
+        flags, numbers = self.placed.flags(), self.commands.numbers
+        random = None if numbers is None else numbers.next(call.trains)
+        steps = {
+            rank: replace(step, reduce=True, hooks=call.hooks.get(rank), flags=flags[rank], random=random)
+            for rank, step in self._prepared(
+                call, sent, results, alike=True, probe_outputs=_can_probe(call, results)
+            ).items()
+        }
+        answers, digests, places, disagreeing = self.first_step.trials.of_step(steps, written, follow)
+        running = RunningStep(self.session, results, lambda: None)
+        running.accept(answers)
+        return WholeTrial({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
 
     def call(
         self,
@@ -235,15 +258,11 @@ class StepRunner:
         given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
         return Results(self.compiled, self.placed.value_names, call.division, *given)
 
-    def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
-        """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
-        self._probed.add(unprobed)
-        if unchecked is not None and self.first_step is not None:
-            self.first_step.note(unchecked)
-            source.warn(
-                f"the first step was not checked against the plain model: {unchecked.reason}. Compare a step with "
-                "driver.check(...); to leave out check and warning, give the driver check=False"
-            )
+
+def _can_probe(call: StepCall, results: Results) -> bool:
+    """Whether workers can look which returned values have as many rows as a micro-batch by chance."""
+    division = call.division
+    return results.merges and division.chunks > 1 and division.slices == 1 and not division.mask
 
 
 def surroundings_of(method: str) -> Surroundings:

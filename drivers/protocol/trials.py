@@ -1,74 +1,41 @@
-"""A trial: a step that is compared with another one. It leaves nothing on the worker but the tensors to compare."""
+"""A trial: a step that leaves nothing on the worker. Its numbers are compared with those of another way to compute them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+
+import torch
 
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.protocol.steps import Step
-
-
-class Purpose(Enum):
-    """What is done with the gradients and buffers of a trial.
-
-    >>> Purpose.REFERENCE.value
-    'the trials after it are compared with it'
-    """
-
-    REFERENCE = "the trials after it are compared with it"
-    NOISE = "what differs is by how much rounding moves it"
-    COMPARED = "what differs by more than that is given back"
-    ALONE = "nothing is compared"
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.steps import Step, StepResult
 
 
 @dataclass(frozen=True)
 class RunTrial:
     """Run ``step`` as a trial: gradients, buffers, random numbers and attributes of modules are afterwards as before it.
 
-    Random numbers and batch norms are the same for every row: see `pippy.drivers.compare.alike`. With ``watch``, the worker
-    notes what the model asks of numbers on the way to a mean. With ``follow_buffers``, buffers that differ change from now on
-    once in a step, and not once for each micro-batch.
+    With ``few`` rows, no graphs of stages are recorded, and hooks of parameters are not called. ``written`` are the parameters
+    that forward changes, and ``follow`` the buffers that change once in a step from now on. With ``watch``, the worker notes
+    what the model asks of numbers on the way to a mean. With ``wide``, numbers of 16 bits are of 32 bits.
     """
 
     step: Step
-    purpose: Purpose
+    few: bool = False
     watch: bool = False
-    follow_buffers: bool = False
-
-
-@dataclass(frozen=True)
-class ForgetTrials:
-    """Drop the tensors that trials are compared with."""
-
-
-@dataclass(frozen=True)
-class TrialDifference:
-    """A tensor of a stage that differs between two trials by ``off``. Its largest element is ``size``.
-
-    ``kind`` is "gradient" or "buffer", ``name`` its name in the stage ``call``.
-    """
-
-    call: str
-    name: str
-    kind: str
-    off: float
-    size: float
-
-    @property
-    def share(self) -> float:
-        """The difference as a part of the tensor's size."""
-        return self.off / self.size if self.size else float("inf")
+    wide: bool = False
+    written: tuple[TensorLocation, ...] = ()
+    follow: tuple[TensorLocation, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a worker answers: returned values by name, the differences, and what the model asked of numbers.
+    """What a worker answers: the result of the step, and digests of gradients and of the buffers that have changed.
 
-    ``is_finite`` says whether all tensors that trials are compared with are finite.
+    ``disagreeing`` has the buffers of which micro-batches make different things, though they change once in a step.
     """
 
-    values: Mapping[str, Any]
-    differences: tuple[TrialDifference, ...] = ()
+    result: StepResult
+    gradients: Mapping[TensorLocation, torch.Tensor]
+    buffers: Mapping[TensorLocation, torch.Tensor]
+    disagreeing: tuple[TensorLocation, ...] = ()
     asked: TrialNotes = field(default_factory=TrialNotes)
-    is_finite: bool = True

@@ -7,6 +7,7 @@ from pippy.drivers.base.errors import ClusterError, StepError
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.protocol.optimizers import OptimizerStep
 from pippy.drivers.protocol.steps import Step
+from pippy.drivers.protocol.trials import RunTrial
 
 
 def step_error(name: str, worker: int, number: int, body: Any, failure: Failure) -> StepError:
@@ -30,8 +31,9 @@ def step_error(name: str, worker: int, number: int, body: Any, failure: Failure)
 
 
 def _of_stage(failure: Failure, body: Any) -> str:
+    step = body.step if isinstance(body, RunTrial) else body
     rows = (
-        body.inputs.rows_shown(failure.microbatch) if isinstance(body, Step) and failure.microbatch is not None else ""
+        step.inputs.rows_shown(failure.microbatch) if isinstance(step, Step) and failure.microbatch is not None else ""
     )
     return f" (stage {failure.stage}, micro-batch {failure.microbatch}{f', {rows}' if rows else ''})"
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
+from pippy.drivers.compare.wide import wide_tensors
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState
 from pippy.drivers.protocol.commands import Command
@@ -33,7 +34,7 @@ from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import AskCompiled, Load
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
-from pippy.drivers.protocol.trials import ForgetTrials, RunTrial, TrialResult
+from pippy.drivers.protocol.trials import RunTrial, TrialResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
@@ -62,7 +63,7 @@ from pippy.drivers.worker.state.snapshots import Snapshots
 from pippy.drivers.worker.state.state_reader import StateReader
 from pippy.drivers.worker.state.state_writer import StateWriter
 from pippy.drivers.worker.step_context import StepContext, StepDevice
-from pippy.drivers.worker.trials import Trials
+from pippy.drivers.worker.trials import Trials, normalizes_by_batches
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.keyed_draws import draw_from_torch
@@ -112,7 +113,8 @@ class DriverState:
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
         self.kept = KeptStates(index, self.snapshots, partial(self._exchange, transport.on_host))
         self.step_buffers = StepBuffers(self.modules)
-        self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
+        hold = partial(self.snapshots.hold, random=not shares_process)
+        self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
         self.profiler = WorkerProfiler(index, device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
@@ -122,7 +124,6 @@ class DriverState:
             Step: self._step,
             StepReturning: self._step,
             RunTrial: self._try_out,
-            ForgetTrials: lambda body, number: self.trials.forget(),
             GiveState: self._give_state,
             RestoreState: self._restore_state,
             Initialize: self._initialize,
@@ -232,26 +233,18 @@ class DriverState:
                 parameter.requires_grad_(flag)
 
     def _try_out(self, trial: RunTrial, number: int) -> TrialResult:
-        self._set_flags(trial.step.flags or {})
-        if self.graphs is not None:
-            self.graphs.begin_step()
-        step = trial.step
-        self.running = executor = self.programs[step.program]
+        step = self._loaded(trial.step)
+        return self.trials.try_out(replace(trial, step=step), lambda: self._run_step(step, number, trial))
 
-        def run() -> StepResult:
-            with self._random(executor, step):
-                return executor.run(replace(self._context(step, number), tries=True))
-
-        result = self.trials.try_out(trial, step.inputs, run)
-        self.running = None
-        return result
-
-    def _run_step(self, step: Step, number: int) -> StepResult:
+    def _run_step(self, step: Step, number: int, trial: RunTrial | None = None) -> StepResult:
         self._set_flags(step.flags or {})
         if step.hooks is not None:
             self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
         self.running = executor = self.programs[step.program]
         context = self._context(step, number)
+        context.tries = trial is not None and (trial.few or normalizes_by_batches(self.modules.values()))
+        if trial is not None and trial.wide:
+            context.inputs = wide_tensors(context.inputs)
         context.adding = adding = self.gradients.begin_step(step.reduce and step.trains, step.scale)
         if step.inputs.mask:
             context.own_rows = step.inputs.own_rows
@@ -267,15 +260,15 @@ class DriverState:
         with ExitStack() as stack:
             stack.enter_context(random)
             stack.enter_context(unchanged)
-            if not self.hooks_looked_at:
+            if not self.hooks_looked_at and trial is None:
                 stack.enter_context(hooks_hold_the_same(self.modules))
-            stack.enter_context(self.step_buffers.step(len(step.inputs.held)))
+            stack.enter_context(self.step_buffers.step(len(step.inputs.held), refuses=trial is None))
             if step.alike:
                 stack.enter_context(alike())
             elif self.statistics is not None:
                 stack.enter_context(self.statistics.step(number))
             result = executor.run(context, [each for each in watchers if each is not None])
-        self.running, self.hooks_looked_at = None, True
+        self.running, self.hooks_looked_at = None, self.hooks_looked_at or trial is None
         if self.graphs is not None and self.graphs.has_prepared(prepared):
             result = replace(result, prepared=True)
         if kept is not None:

@@ -231,7 +231,7 @@ class Worker:
         text = _trace(error)
         message = f"{type(error).__name__}: {_said(error)}"
         if running is None or not isinstance(command.body, Step | RunTrial | Generate):
-            what = type(command.body).__name__
+            what = "Step" if isinstance(command.body, RunTrial) else type(command.body).__name__
             if running is not None:
                 adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
                 what += f", {adding}{running.current()}"

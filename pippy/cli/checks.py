@@ -162,13 +162,9 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 def memory() -> Outcome:
     """How much memory is free, by the kernel and by the control group."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, TypeError):
-        free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        allowed = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        free = min(free, allowed)
+    from pippy.drivers.base.free_memory import free_bytes
+
+    free = free_bytes()
     said = f"{free / GIB:.1f} GiB free"
     if free < GIB:
         return Outcome(said, "a worker takes some 0.3 GiB before its first stage; free some, or start fewer workers")

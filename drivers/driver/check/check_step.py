@@ -1,12 +1,12 @@
 """`driver.check`: the same step on the workers and by the plain model, compared.
 
 workers     their state is set aside; a step; its gradients and buffers; an update; the state is put back
-here        a copy of the plain model, with the workers' numbers: the step, and once more with the rows in another order
+here        the plain model, with the workers' numbers: the step, and once more with the rows in another order
 compared    if there are differences, the workers do the step again and note what each call takes and gives
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,15 +15,16 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.batch.division import CutTensor, Division, map_divided
+from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
 from pippy.drivers.driver.check.aside import aside
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
-from pippy.drivers.driver.check.origin import Origin, OriginSearch
+from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
 from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
-from pippy.drivers.driver.check.plain_step import PlainCall, PlainModel, named_outputs
 from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.check.rows import WholeRows
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
@@ -31,9 +32,9 @@ from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import GiveState
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.brief import brief
-from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
+from pippy.ir.base.names import LOSS, named_state, stage_name
 from pippy.ir.base.trees import tensors
-from pippy.ir.pipe import model_of
+from pippy.ir.pipe import loss_of, model_of
 from pippy.ir.record.nodes import is_getitem
 from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.random_state import untouched_random_state
@@ -98,10 +99,13 @@ class StepCheck:
         optimizers = [PlainOptimizer(each) for each in self.driver._optimizers] if self.trains else []
         if self.trains and not optimizers:
             self.left_out.append("parameters after an update, as the driver has no optimizer")
-        with untouched_random_state():
-            plain = PlainModel(self.model, self.compiled, before)
-            wanted = plain.step(PlainCall.of(self.compiled, self.division), self.trains)
-            turned = self._turned(plain)
+        plain = Witness(
+            self.model, loss_of(self.driver.pipe) or self.compiled.loss_module, self.compiled, lambda: before
+        )
+        rows, how = WholeRows(self.division), HowWitnessed(self.trains, whole=True)
+        with plain.with_numbers_of_workers():
+            wanted = plain.step(rows.divided(1), how).numbers
+            turned = turned_numbers(plain, self.division, how)
         try:
             step = self._on_workers(optimizers, outputs=True)
         except MicrobatchError as error:  # outputs that need a spec
@@ -112,7 +116,7 @@ class StepCheck:
         wanted = {key: each for key, each in wanted.items() if self._is_compared(key)}
         comparison = Comparison(wanted, turned, self._floor(plain))
         if optimizers:
-            comparison = self._with_updates(comparison, plain, optimizers, before, numbers)
+            comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
         origin = self._origin(differences, step.weights, before, numbers, comparison.floor) if differences else None
         origin = origin and self._named(origin)
@@ -142,12 +146,7 @@ class StepCheck:
 
     def _numbers(self, result: Any) -> dict[ComparedKey, Any]:
         """The tensors of a step to compare: what it returned, and the gradients and buffers that it left."""
-        numbers: dict[ComparedKey, Any] = {}
-        if isinstance(result, LossAndOutputs):
-            numbers |= named_outputs(result.outputs)
-            result = result.loss
-        if result is not None:
-            numbers["loss", ""] = result
+        numbers = result_numbers(result)
         if self.trains:
             gradients = self.driver.parameters.gradients(self.parameters)
             numbers |= {("gradient", name): each for name, each in gradients.items()}
@@ -159,23 +158,7 @@ class StepCheck:
         kind, name = key
         return kind in ("loss", "output") or (name in self.names and name not in self.uncompared)
 
-    def _turned(self, plain: PlainModel) -> dict[ComparedKey, Any]:
-        """The numbers of the plain model with the rows in another order, which differ by rounding alone."""
-        cut: list[CutTensor] = []
-        for value in self.division.arguments.values():
-            map_divided(lambda leaf: cut.append(leaf) if isinstance(leaf, CutTensor) else None, value)
-        if self.division.sizes is None or any(each.value.layout is not torch.strided for each in cut):
-            return {}
-        numbers, rows = (
-            plain.step(PlainCall.of(self.compiled, self.division, turned=True), self.trains),
-            self.division.rows,
-        )
-        return {
-            key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
-            for key, each in numbers.items()
-        }
-
-    def _floor(self, plain: PlainModel) -> float:
+    def _floor(self, plain: Witness) -> float:
         """The least tolerance of the dtypes that compute."""
         held = [each.dtype for _, each in plain.named_state()]
         held += [each.dtype for name in self.division.arguments for each in self.division.whole(name)]
@@ -186,14 +169,17 @@ class StepCheck:
     def _with_updates(
         self,
         comparison: Comparison,
-        plain: PlainModel,
         optimizers: Sequence[PlainOptimizer],
         before: Mapping[str, torch.Tensor],
         numbers: Mapping[ComparedKey, Any],
     ) -> Comparison:
         """Add the parameters after an update. Both sides update by the workers' gradients, which are compared already."""
-        updated = plain.updated(optimizers, {name: numbers["gradient", name] for name in self.parameters})
-        updated = {name: value for name, value in updated.items() if name in before}
+        own = dict(self.driver.pipe.named_parameters())
+        parameters = {name: _alike(own[name], before[name], numbers["gradient", name]) for name in self.parameters}
+        for optimizer in optimizers:
+            optimizer.step(parameters)
+        names = dict.fromkeys(name for each in optimizers for name in each.names)
+        updated = {name: parameters[name].detach() for name in names if name in parameters}
         return replace(
             comparison,
             plain={**comparison.plain, **{("parameter", name): value for name, value in updated.items()}},
@@ -258,12 +244,36 @@ class StepCheck:
                 origin = search.find()
             if origin is not None:
                 return origin
-        return _by_place(differences)
+        return by_place(differences)
 
     def _named(self, origin: Origin) -> Origin:
         """Add the names of the workers that hold the stage."""
         workers = self.placed.workers_of(origin.stage) if origin.stage in self.placed.nodes else ()
         return replace(origin, workers=tuple(map(self._worker, workers)))
+
+
+def result_numbers(result: Any) -> dict[ComparedKey, Any]:
+    """The loss in what a step gives, and its outputs."""
+    numbers: dict[ComparedKey, Any] = {}
+    if isinstance(result, LossAndOutputs):
+        numbers |= named_outputs(result.outputs)
+        result = result.loss
+    return numbers if result is None else {**numbers, ("loss", ""): result}
+
+
+def witness_of(driver: ModelOnWorkers, is_fresh: Callable[[], bool]) -> Witness | None:
+    """The user's model of a driver; None if no process holds it. ``is_fresh`` says if its numbers are those of the workers."""
+    model = model_of(driver.pipe)
+    if model is None or any(each.is_meta for _, each in named_state(model)):
+        return None
+
+    def numbers() -> Mapping[str, Any]:
+        if is_fresh():
+            return {}
+        first = {id(each): name for name, each in [*named_state(driver.pipe)][::-1]}
+        return driver.parameters.fetch(name for name in first.values() if driver.placed.locations(name))
+
+    return Witness(model, loss_of(driver.pipe), driver.compiled_pipe, numbers)
 
 
 def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
@@ -296,6 +306,14 @@ def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
     return model
 
 
+def _alike(parameter: nn.Parameter, number: torch.Tensor, gradient: torch.Tensor | None) -> nn.Parameter:
+    """A parameter with other numbers and a gradient. It has the attributes that an optimizer may read."""
+    found = nn.Parameter(number.detach().to(parameter.device, parameter.dtype, copy=True), parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    found.grad = None if gradient is None else gradient.to(found.device, found.dtype)
+    return found
+
+
 def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
     """The tolerance for a parameter after an update: by the rounding of the update, and of the sum."""
     if not after.is_floating_point():
@@ -316,22 +334,3 @@ def _at(value: Any, path: str, here: str) -> Any:
         if path.startswith(inner):
             return _at(item, path, inner)
     return value
-
-
-def _by_place(differences: Sequence[Difference]) -> Origin:
-    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference."""
-    wrong = [each for each in differences if each.kind == "gradient" and each.stage]
-    if wrong:
-        last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
-        return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
-    worst = differences[0]
-    what = {
-        "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
-        "parameter": f"its update of {worst.name} differs, although the gradient is right",
-    }
-    if worst.why and worst.kind == "parameter":
-        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
-    return Origin(
-        worst.stage,
-        what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
-    )

@@ -1,15 +1,16 @@
-"""Compares a few rows as one micro-batch with the same rows as two micro-batches, cut in two places, for one `LossReduction`.
+"""Compares the pipeline with its witness, on a few rows: as they are, and in two uneven micro-batches, cut in two places.
 
-    begun        reference · two micro-batches
-    by           two micro-batches                      with another reduction
-    measured     noise · two micro-batches              if differences may be rounding, or a buffer that changes once in a step
-    elsewhere    two other micro-batches                as the first two may agree by chance
-
-Each is compared with the reference that was run last.
+the witness       the user's model on all of these rows            or, where no process holds it, the pipeline on all of them
+begun             two micro-batches
+by                two micro-batches                      with another reduction
+measured          the witness with rows turned           if differences may be rounding, or a buffer that changes once in a step
+elsewhere         two other micro-batches                as the first two may agree by chance
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,16 @@ import torch
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import loss_weights
-from pippy.drivers.compare.tolerance import LEAST, Tolerance, floor_of
+from pippy.drivers.compare.digest import digest
+from pippy.drivers.compare.tolerance import ACROSS, LEAST, floor_of
+from pippy.drivers.compare.trial_notes import TrialNotes
+from pippy.drivers.compare.wide import NARROW
+from pippy.drivers.driver.check.checked import Cost
+from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
 from pippy.drivers.driver.check.rows import TriedRows
-from pippy.drivers.driver.check.trial_steps import TrialSteps, Tried
-from pippy.drivers.protocol.trials import Purpose, TrialDifference
+from pippy.drivers.driver.check.trial_steps import HowTried, TrialSteps, Tried
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep
+from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.errors import PippyError
 
 
@@ -33,32 +40,49 @@ class LossReduction:
     single: bool = False
 
 
+class Unlike(Exception):
+    """Raised if nothing can be compared. The message says why."""
+
+
 @dataclass(frozen=True)
 class RowComparison:
-    """The comparison of some rows: the reference, two micro-batches, and the differences.
+    """The comparison of some rows: the right numbers and their tolerances, the pipeline's, and what the model asks.
 
     ``elsewhere`` is the comparison of two other micro-batches; it is made if the first two agree.
     """
 
     rows: TriedRows
     reduction: LossReduction
-    whole: Tried
+    right: Comparison
+    numbers: Numbers
     parts: Tried
-    allowed: float  # of the loss
+    asked: TrialNotes
     elsewhere: "RowComparison | None" = None
 
     @property
+    def loss(self) -> float:
+        """The right loss."""
+        return float(self.right.plain["loss", ""])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the right loss and gradients are finite. Others show little."""
+        numbers = [each for (kind, _), each in self.right.plain.items() if kind in ("loss", "gradient")]
+        return all(bool(each.isfinite().all()) for each in numbers if each is not None)
+
+    @property
     def loss_differs(self) -> bool:
-        return not abs(self.parts.loss - self.whole.loss) <= self.allowed
+        return any(each.kind == "loss" for each in self.differences)
 
     @property
     def buffers_differ(self) -> bool:
-        return any(each.kind == "buffer" for each in self.parts.differences)
+        return any(each.kind == "buffer" for each in self.differences)
 
     @property
-    def differences(self) -> list[TrialDifference]:
+    def differences(self) -> list[Difference]:
         """The differences, the worst first."""
-        return sorted(self.parts.differences, key=lambda each: -each.share)
+        disagreeing = [Difference("buffer", name, math.inf, 0.0) for name in sorted(self.parts.disagreeing)]
+        return disagreeing + self.right.differences(self.numbers)
 
     @property
     def agrees(self) -> bool:
@@ -67,7 +91,7 @@ class RowComparison:
     @property
     def wrong(self) -> "RowComparison | None":
         """The comparison that does not agree, of this one and that of two other micro-batches; None if both agree."""
-        if self.loss_differs or self.parts.differences:
+        if self.differences:
             return self
         return None if self.elsewhere is None else self.elsewhere.wrong
 
@@ -78,25 +102,25 @@ class RowComparison:
             yield self.elsewhere
 
     def misses(self, weights: Sequence[float]) -> float:
-        """How far the sum of the losses with these weights is from the loss, relative to it; 0 if they are equal."""
+        """How far the losses of micro-batches with these weights are from the loss of the whole; 0 if that is rounding."""
         total = sum(weight * loss for weight, loss in zip(weights, self.parts.losses) if weight)
-        off = abs(total - self.whole.loss)
-        return 0.0 if off <= self.allowed else off / max(abs(self.whole.loss), self.allowed)
-
-
-class Unlike(Exception):
-    """Raised if nothing can be compared. The message says why."""
-
-
-class NotFinite(Unlike):
-    """Raised if the loss is not finite. Another step may be compared."""
+        off, allowed = abs(total - self.loss), self.right.allowed(("loss", ""))
+        return 0.0 if off <= allowed else off / max(abs(self.loss), allowed)
 
 
 class Comparisons:
-    """The comparisons of one driver."""
+    """The comparisons of one driver. Without a ``witness``, the pipeline on all rows as one micro-batch stands for it."""
 
-    def __init__(self, trials: TrialSteps) -> None:
-        self.trials, self.compiled = trials, trials.placed.compiled
+    def __init__(self, trials: TrialSteps, witness: Witness | None) -> None:
+        self.trials, self.witness, self.compiled = trials, witness, trials.placed.compiled
+        self.narrow = False  # whether the model computes in 16 bits alone: it cannot in 32
+        self.follow: frozenset[Any] = frozenset()  # buffers that change once in a step
+        self.cost: Cost | None = None
+        self._witnessed: dict[Any, tuple[TriedRows, WitnessStep]] = {}
+
+    def forget(self) -> None:
+        """Drop the numbers of the witness."""
+        self._witnessed.clear()
 
     def weights(self, division: Division, reduction: LossReduction) -> tuple[float, ...]:
         """The weights of micro-batches' losses."""
@@ -109,39 +133,67 @@ class Comparisons:
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
         return next((each for each in turned if all(self.weights(each.divided(2), reduction))), rows)
 
-    def begun(self, rows: TriedRows, reduction: LossReduction, watch: bool = False) -> RowComparison:
-        """Compare once. With ``watch``, workers note what the model asks. Raises `Unlike` if there is nothing to compare."""
+    def begun(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
+        """Compare once. Raises `Unlike` if there is nothing to compare."""
+        if self._is_wide(rows.division):
+            try:
+                return self._begun(rows, reduction)
+            except Unlike:
+                self.narrow = True
+        return self._begun(rows, reduction)
+
+    def _begun(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
         rows = self.counting(rows, reduction)
-        whole = self._tried(rows, reduction, Purpose.REFERENCE, watch)
-        if not (math.isfinite(whole.loss) and whole.is_finite):
-            raise NotFinite(f"the loss of a few rows is {whole.loss}, or a gradient is no number")
-        return RowComparison(
-            rows, reduction, whole, self._tried(rows, reduction, Purpose.COMPARED), self._allowed(whole, 0.0)
+        return self._row(rows, reduction, self._tried(rows, reduction))
+
+    def _row(self, rows: TriedRows, reduction: LossReduction, parts: Tried, noise: bool = False) -> RowComparison:
+        found, floor = self.witnessed(rows, reduction), self.floor(rows.division)
+        turned = self.witnessed(rows, reduction, turned=True).numbers if noise else {}
+        plain, numbers = self.beside(found.numbers, parts.numbers)
+        right = Comparison(plain, turned, floor, self.floor(rows.division, least=0.0))
+        return RowComparison(rows, reduction, right, numbers, parts, found.asked)
+
+    def beside(self, plain: Numbers, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """The right numbers and the pipeline's. A buffer that only one side has changed is unchanged on the other."""
+        both = {key for key in (*plain, *numbers) if key[0] == "buffer" and self.trials.buffers}
+        if self.witness is not None:
+            own = {("buffer", name): each for name, each in self.witness.buffers().items()}
+            unchanged = {key: digest(own[key]) for key in both if key in own}
+            plain, numbers = {**unchanged, **plain}, {**unchanged, **numbers}
+            both = both & unchanged.keys()
+        outputs = any(kind == "output" for kind, _ in numbers)  # workers may return the loss alone
+
+        def is_compared(key: ComparedKey) -> bool:
+            return key in both if key[0] == "buffer" else outputs or key[0] != "output"
+
+        return (
+            {key: each for key, each in plain.items() if is_compared(key)},
+            {key: each for key, each in numbers.items() if is_compared(key)},
         )
 
     def by(self, comparison: RowComparison, reduction: LossReduction) -> RowComparison:
-        """The comparison that was begun last, with another reduction."""
-        return replace(comparison, reduction=reduction, parts=self._tried(comparison.rows, reduction, Purpose.COMPARED))
+        """The comparison with another reduction."""
+        return self._row(comparison.rows, reduction, self._tried(comparison.rows, reduction))
 
     def measured(self, comparison: RowComparison) -> RowComparison:
         """The comparison with measured rounding. Rounding is measured only if it may explain the differences."""
-        off = abs(comparison.parts.loss - comparison.whole.loss)
-        if comparison.agrees or (off > self._allowed(comparison.whole, math.inf) and not comparison.buffers_differ):
+        off = Apart.of(comparison.right.plain["loss", ""], comparison.parts.numbers["loss", ""])
+        if comparison.agrees or (off.share > 1e-2 and not comparison.buffers_differ):
             return comparison
-        turned = self._tried(comparison.rows, comparison.reduction, Purpose.NOISE)
-        parts = self._tried(comparison.rows, comparison.reduction, Purpose.COMPARED, follow=True)
-        if any(each.kind == "buffer" for each in parts.differences):
-            # Buffers change once in a step now.
-            parts = self._tried(comparison.rows, comparison.reduction, Purpose.COMPARED, follow=True)
-        allowed = self._allowed(comparison.whole, abs(turned.loss - comparison.whole.loss))
-        return replace(comparison, parts=parts, allowed=allowed)
+        rows, reduction, parts = comparison.rows, comparison.reduction, comparison.parts
+        names = {each.name for each in comparison.differences if each.kind == "buffer"}
+        places = {place for name in names for place in parts.places.get(name, ())}
+        if places - self.follow:  # buffers change once in a step from now on
+            self.follow |= places
+            parts = self._tried(rows, reduction)
+        return self._row(rows, reduction, parts, noise=True)
 
     def cut_elsewhere(self, comparison: RowComparison) -> RowComparison:
         """Compare two other micro-batches too, if the first two agree."""
         if not comparison.agrees or sum(comparison.rows.sizes) == 2:
             return comparison
         rows = self.counting(comparison.rows.cut_elsewhere(), comparison.reduction)
-        other = replace(comparison, rows=rows, parts=self._tried(rows, comparison.reduction, Purpose.COMPARED))
+        other = self._row(rows, comparison.reduction, self._tried(rows, comparison.reduction))
         return replace(comparison, elsewhere=self.measured(other))
 
     def compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
@@ -156,33 +208,94 @@ class Comparisons:
             return False
 
     def draws(self, comparison: RowComparison) -> bool:
-        """Whether the same rows give other numbers when they are computed again."""
-        division = comparison.rows.divided(1)
-        weights = self.weights(division, comparison.reduction)
-        self.trials.run(division, weights, Purpose.REFERENCE, single_loss=comparison.reduction.single)
-        again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=comparison.reduction.single, number=1)
-        return bool(again.differences) or not abs(again.loss - comparison.whole.loss) <= comparison.allowed
+        """Whether the same rows give other numbers when they are computed again, on the workers."""
+        rows, reduction = comparison.rows, comparison.reduction
+        once, again = self._tried(rows, reduction), self._tried(rows, reduction, number=1)
+        return bool(replace(comparison.right, plain=once.numbers).differences(again.numbers))
 
-    def _tried(
-        self, rows: TriedRows, reduction: LossReduction, purpose: Purpose, watch: bool = False, follow: bool = False
-    ) -> Tried:
-        """Run a trial. Raises `Unlike` if it cannot be computed."""
-        division = rows.divided(2 if purpose is Purpose.COMPARED else 1, turned=purpose is Purpose.NOISE)
-        weights = self.weights(division, reduction)
-        try:
-            return self.trials.run(division, weights, purpose, watch, reduction.single, follow=follow)
-        except ClusterError:
-            raise
-        except PippyError as error:
-            part = "a part" if purpose is Purpose.COMPARED else "a few"
-            raise Unlike(f"{part} of the rows cannot be computed alone: {error}") from error
+    def follows(self, rows: TriedRows) -> RowComparison:
+        """The comparison of rows that are not cut: whether the stages compute what the witness does."""
+        rows, reduction = rows.in_this_order(), LossReduction(None)
+        return self._row(rows, reduction, self._tried(rows, reduction, chunks=1), noise=True)
 
-    def _allowed(self, whole: Tried, noise: float) -> float:
-        size = abs(whole.loss)
-        return Tolerance(size, noise, size, self._floor(whole)).allowed
+    def witnessed(self, rows: TriedRows, reduction: LossReduction, turned: bool = False) -> WitnessStep:
+        """The right numbers of some rows. They are computed once: another order of the rows changes rounding alone."""
+        wide = self._is_wide(rows.division)
+        key = (rows.key, turned, wide)
+        if key not in self._witnessed:
+            self._witnessed[key] = rows, self._witness(rows, reduction, turned, wide)
+        return self._witnessed[key][1]
 
-    def _floor(self, tried: Tried) -> float:
+    def _witness(self, rows: TriedRows, reduction: LossReduction, turned: bool, wide: bool) -> WitnessStep:
+        with self._surroundings(wide), _unlike("a few of the rows cannot be computed alone"):
+            if self.witness is not None:
+                how = HowWitnessed(watch=not turned, wide=wide, hooks=self.trials.calls_hooks)
+                return self._measured_step(self.witness, rows.divided(1, turned=turned), how)
+            division = rows.divided(1, turned=turned)
+            how_tried = HowTried(watch=not turned, single_loss=reduction.single, wide=wide)
+            tried = self.trials.run(division, self.weights(division, reduction), how_tried)
+            return WitnessStep(dict(tried.numbers), frozenset(), tried.asked)
+
+    def _measured_step(self, witness: Witness, division: Division, how: HowWitnessed) -> WitnessStep:
+        """A step of the witness. What the first one costs is noted."""
+        if self.cost is not None:
+            return witness.step(division, how)
+        started, live = time.perf_counter(), LiveStorages()
+        with live:
+            step = witness.step(division, how)
+        self.cost = Cost(division.rows or 1, time.perf_counter() - started, live.most)
+        return step
+
+    def _tried(self, rows: TriedRows, reduction: LossReduction, number: int = 0, chunks: int = 2) -> Tried:
+        """Run the rows as two micro-batches. Raises `Unlike` if they cannot be computed."""
+        division, wide = rows.divided(chunks), self._is_wide(rows.division)
+        written = self.witnessed(rows, reduction).written
+        how = HowTried(False, reduction.single, wide, number, written, self.follow)
+        weights = self.weights(division, reduction) if chunks > 1 else (1.0,)
+        with self._surroundings(wide), _unlike("a part of the rows cannot be computed alone"):
+            return self.trials.run(division, weights, how)
+
+    # 16 bits, and tolerances
+
+    def _is_wide(self, division: Division) -> bool:
+        """Whether a trial computes in 32 bits what the step computes in 16."""
+        return not self.narrow and (self._casts() is not None or any(each in NARROW for each in self._dtypes(division)))
+
+    def _casts(self) -> torch.dtype | None:
+        """The dtype of autocast, if it is on."""
         device = self.trials.device_type
-        casts = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
-        dtypes = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
-        return max(LEAST, floor_of(tried.dtype, *casts, *dtypes))
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    @contextmanager
+    def _surroundings(self, wide: bool) -> Iterator[None]:
+        devices = {self.trials.device_type, *([] if self.witness is None else [self.witness.device.type])}
+        with ExitStack() as stack:
+            for device in devices if wide else ():
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _dtypes(self, division: Division) -> list[torch.dtype]:
+        stages = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
+        return stages + [each.dtype for name in division.arguments for each in division.whole(name)]
+
+    def floor(self, division: Division, least: float = LEAST, wide: bool = True) -> float:
+        """The least tolerance for the dtypes that compute: of a trial of a few rows, or not ``wide``, of the step."""
+        casts, dtypes = self._casts(), self._dtypes(division)
+        dtypes += [] if casts is None else [casts]
+        if wide and self._is_wide(division):
+            dtypes = [torch.float32 if each in NARROW else each for each in dtypes]
+        elsewhere = self.witness is not None and self.witness.device.type != self.trials.device_type
+        return max(least, floor_of(*dtypes), ACROSS if elsewhere else 0.0)
+
+
+@contextmanager
+def _unlike(what: str) -> Iterator[None]:
+    """Raise `Unlike` for what a model, or a worker, raises."""
+    try:
+        yield
+    except (ClusterError, Unlike):
+        raise
+    except Exception as error:
+        raise Unlike(
+            f"{what}: {error if isinstance(error, PippyError) else f'{type(error).__name__}: {error}'}"
+        ) from error

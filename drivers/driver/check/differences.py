@@ -90,12 +90,14 @@ class Comparison:
     """The right numbers of a step, and their tolerances.
 
     ``turned`` are the numbers with the rows in another order, which differ by rounding alone. ``floor`` is the least tolerance,
-    relative to a tensor's largest element. ``known`` has the tolerances of tensors that do not depend on the rows' order.
+    relative to a tensor's largest element; that of buffers is ``of_buffers``. ``known`` has the tolerances of tensors that do
+    not depend on the rows' order.
     """
 
     plain: Numbers
     turned: Numbers
     floor: float
+    of_buffers: float = 0.0
     known: Mapping[ComparedKey, float] = field(default_factory=dict)
 
     def differences(self, numbers: Numbers) -> list[Difference]:
@@ -115,19 +117,22 @@ class Comparison:
 
     def _difference(self, key: ComparedKey, number: Any) -> Difference | None:
         apart = Apart.of(self.plain[key], number)
-        allowed = self._allowed(key, apart.size)
+        allowed = self.allowed(key, apart.size)
         if apart.off <= allowed:
             return None
         return Difference(*key, apart.share, allowed / apart.size if apart.size else 0.0, why=apart.why)
 
-    def _allowed(self, key: ComparedKey, size: float) -> float:
+    def allowed(self, key: ComparedKey, size: float | None = None) -> float:
+        """The tolerance of a tensor."""
         wanted = self.plain[key]
+        size = Apart.of(wanted, wanted).size if size is None else size
         if key in self.known:
             return self.known[key] * size
         if isinstance(wanted, torch.Tensor) and not (wanted.is_floating_point() or wanted.is_complex()):
             return 0.0
         noise = Apart.of(wanted, self.turned[key]).off if key in self.turned else 0.0
-        return Tolerance(size, noise, self._largest(key), self.floor).allowed
+        floor = self.of_buffers if key[0] == "buffer" else self.floor
+        return Tolerance(size, noise, self._largest(key), floor).allowed
 
     def _largest(self, key: ComparedKey) -> float:
         """The largest element of all tensors of a kind. A gradient that should be 0 is compared with it."""

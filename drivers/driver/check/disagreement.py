@@ -4,39 +4,70 @@ from collections.abc import Sequence
 
 from pippy.drivers.batch.loss_weights import reduction_of
 from pippy.drivers.driver.check.comparisons import RowComparison
-from pippy.drivers.driver.check.rows import TriedRows
-from pippy.drivers.protocol.trials import TrialDifference
+from pippy.drivers.driver.check.differences import Difference
+from pippy.drivers.driver.check.rows import TriedRows, WholeRows
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.ir.base.errors import NameLookupError
 from pippy.ir.base.names import LOSS
+from pippy.ir.base.readable import listed
 from pippy.ir.record.compiled import Compiled
 
-_SHOWN = 5  # differences
+_SHOWN = 5  # differences, and sizes of micro-batches
 
 
-def disagreement(compiled: Compiled, comparison: RowComparison) -> str:
+def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: RowComparison, is_cut: bool = True) -> str:
     """The beginning of an error, which is followed by advice."""
-    one, two = comparison.rows.sizes
-    count = one + two
-    slices = comparison.rows.mini_batch.slices
-    cut = f", each in {slices} slices of its sequences" * (slices > 1)
-    text = (
-        f"{count} of the rows{_edits_of(comparison.rows)} were run as one micro-batch, and again as two of {one} and {two} "
-        f"rows{cut}. The numbers differ, so the step would not be the plain model's. The losses of the micro-batches "
-    )
+    rows = comparison.rows
+    text = f"{_rows_of(rows, is_cut)} The numbers differ, so the step would not be the plain model's. "
     kind = _spelled(compiled, comparison)
-    if comparison.loss_differs:
-        parts = " and ".join(f"{loss:.6g}" for loss in comparison.parts.losses)
+    if not is_cut:
+        text += f"The loss is {comparison.parts.loss:.6g}, and the plain model's {comparison.loss:.6g}. "
+    elif comparison.loss_differs:
+        parts = listed([f"{loss:.6g}" for loss in comparison.parts.losses[:_SHOWN]])
+        more = ", ..." if len(comparison.parts.losses) > _SHOWN else ""
         text += (
-            f"added up as {kind} are not the loss of the whole: they are {parts}, together {comparison.parts.loss:.6g}, "
-            f"and the loss of the whole is {comparison.whole.loss:.6g}. "
+            f"The losses of the micro-batches added up as {kind} are not the loss of the whole: they are {parts}{more}, "
+            f"together {comparison.parts.loss:.6g}, and the loss of the whole is {comparison.loss:.6g}. "
         )
     else:
-        text += f"add up as {kind}, but these do not: "
-    differences = comparison.differences
-    text = text.rstrip() if differences else text
-    for each in differences[:_SHOWN]:
-        text += f"\n  {each.kind} of {_user_name(compiled, each)}: off by {each.share:.2g} of its size"
+        text += f"The losses of the micro-batches add up as {kind}, but these do not: "
+    others = [each for each in comparison.differences if each.kind != "loss"]
+    return text.rstrip() + f"\n{table_of(compiled, placed, others)}\n" if others else text
+
+
+def table_of(compiled: Compiled, placed: PlacedPipe, differences: Sequence[Difference]) -> str:
+    """The worst differences, a line each."""
+    lines = [
+        f"  {each.kind} of {_user_name(placed, each)}: off by {each.off:.2g} of its size"
+        for each in differences[:_SHOWN]
+    ]
     more = len(differences) - _SHOWN
-    return text + (f"\n  and {more} more" if more > 0 else "") + "\n" * bool(differences)
+    return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
+
+
+def stage_of(placed: PlacedPipe, name: str) -> str:
+    """The stages that hold a parameter or buffer; "" if none does."""
+    try:
+        calls = [place.call for _, place in placed.locations(name)]
+    except NameLookupError:  # a tensor of forward's own
+        return ""
+    return ", ".join(dict.fromkeys(calls))
+
+
+def _rows_of(rows: TriedRows, is_cut: bool) -> str:
+    """Which rows were run, and how."""
+    count, sizes = len(rows.order), list(map(str, rows.sizes))
+    mini_batch = isinstance(rows, WholeRows)
+    who = f"All {count} rows" if mini_batch else f"{count} of the rows"
+    who += f"{_edits_of(rows)} were run as one micro-batch by the plain model"
+    slices = rows.mini_batch.slices
+    cut = f", each in {slices} slices of its sequences" * (slices > 1)
+    if not is_cut:
+        return f"{who}, and uncut by the stages."
+    if len(sizes) > _SHOWN:
+        return f"{who}, and again as {len(sizes)} micro-batches of the pipeline{cut}."
+    count_of = "two" if len(sizes) == 2 else str(len(sizes))
+    return f"{who}, and again as {count_of} of {listed(sizes)} rows by the pipeline{cut}."
 
 
 def _edits_of(rows: TriedRows) -> str:
@@ -55,10 +86,9 @@ def _spelled(compiled: Compiled, comparison: RowComparison) -> str:
     return "a sum" if kind == "sum" else "a mean over rows"
 
 
-def _user_name(compiled: Compiled, each: TrialDifference) -> str:
-    if each.call == LOSS:
-        return repr(f"{LOSS}.{each.name}")
-    return f"{compiled.remap_qualname(f'{each.call}.{each.name}')!r} ({each.call})"
+def _user_name(placed: PlacedPipe, each: Difference) -> str:
+    stage = "" if each.name.startswith(f"{LOSS}.") else stage_of(placed, each.name)
+    return f"{each.name!r} ({stage})" if stage else repr(each.name)
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -1,18 +1,23 @@
-"""The first step of a driver checks itself: a few rows as one micro-batch and as two must give the same numbers.
+"""The first step of a driver is compared with the plain model: the user's own, which runs the same mini-batch in this process.
 
-    the rows as they are     compared, cut in two places ─┐
-    with padding             compared, cut in two places ─┼─▶ all agree: the step goes on
-    with other padding       compared, cut in two places ─┘   else: remedies are tried in the same way
+    a few rows        in two uneven micro-batches, cut in two places           ─┐
+    with padding      compared alike, if the loss asks of numbers              ─┼─▶ all agree: the step goes on
+    with other        compared alike                                           ─┤   else: remedies are tried in the same way
+    all rows          in the micro-batches of the step, by its own program     ─┘
 
-Where sequences are cut into slices, the two micro-batches of rows are, and the one is not.
-The loss, every gradient and every buffer are compared, of all stages; see comparisons.py and worker/trials.py. So any loss is
-checked, in whichever stages its parts are made. If a loss of torch tells what it counts, micro-batches are weighted by that.
-The check is made once, and again when something changes that its result depends on.
+Few rows show what a first mini-batch cannot: uneven micro-batches, and padding. All rows are compared within a `Budget`. Where
+no process holds the model, the pipeline on a few rows as one micro-batch stands for it. What cannot be compared is refused.
+If a loss of torch tells what it counts, micro-batches are weighted by that. The check is made once for each kind of step, and
+again when something changes that its result depends on.
 """
 
 import itertools
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,27 +28,26 @@ from pippy.drivers.batch.divide_call import guarded_inputs
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.drivers.batch.loss_weights import reduction_of
 from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNotes
-from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, NotFinite, RowComparison, Unlike
-from pippy.drivers.driver.check.disagreement import disagreement
+from pippy.drivers.driver.check.checked import Budget, Checked
+from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison, Unlike
+from pippy.drivers.driver.check.differences import Difference
+from pippy.drivers.driver.check.disagreement import disagreement, stage_of
 from pippy.drivers.driver.check.edits import edited
+from pippy.drivers.driver.check.lost_in_tracing import where_lost
+from pippy.drivers.driver.check.origin import by_place
 from pippy.drivers.driver.check.remedies import Remedies
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, places_of
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
+from pippy.drivers.driver.check.whole_step import RunWhole, WholeStep
+from pippy.drivers.driver.check.witness import Witness
+from pippy.drivers.driver.steps.prepared_step import StepCall
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.trees import leaves, tensors
 from pippy.ir.call.signature import check_guards
 
 _LOOKED_AT = 5  # leaves of an argument, to know its kind
-
-
-@dataclass(frozen=True)
-class Unchecked:
-    """A kind of step that could not be checked, and the reason. With ``again``, the next step of this kind is checked."""
-
-    kind: Any
-    reason: str
-    again: bool = False
+_log = logging.getLogger(__name__)
 
 
 class FirstStep:
@@ -55,18 +59,21 @@ class FirstStep:
     def __init__(
         self,
         trials: TrialSteps,
+        witness: Witness | None,
         reduction: str | Callable[..., Any] | None,
         single_loss: bool,
         may_be_single: bool,
+        budget: Budget,
         fits: Callable[[Division], bool] = lambda division: True,
     ) -> None:
-        self.trials, self.reduction, self.single_loss, self.fits = trials, reduction, single_loss, fits
+        self.trials, self.witness, self.budget = trials, witness, budget
+        self.reduction, self.single_loss, self.fits = reduction, single_loss, fits
         self.compiled = trials.placed.compiled
-        self.comparisons = Comparisons(trials)
+        self.comparisons = Comparisons(trials, witness)
         self.remedies = Remedies(self.comparisons, may_be_single)
         self.told_reduction: Callable[..., Any] | None = None  # what a loss of torch counts, as it says itself
-        self._checked: list[Any] = []
-        self._not_finite: list[Any] = []  # kinds of which it was said that they could not be checked yet
+        self.checked: Checked | None = None
+        self._kinds: list[Any] = []  # of steps that were checked
         self._awaited: tuple[Question, ...] = ()  # by which a loss of torch may leave targets out that no step has held
 
     @property
@@ -78,29 +85,32 @@ class FirstStep:
     def _loss_reduction(self) -> LossReduction:
         return LossReduction(self.how, self.single_loss)
 
-    def check(self, division: Division, columns: Sequence[Column]) -> "Unchecked | None":
-        """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong.
-
-        If nothing could be compared, returns the reason, once for each kind of step.
-        """
+    def check(self, call: StepCall, run: RunWhole) -> None:
+        """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
+        cannot be compared. ``run`` runs the step as a trial."""
+        division = call.division
         kind = self._kind(division)
         held = self._holds_awaited(division)
-        if not division.is_cut or (kind in self._checked and not held):
-            return None
-        unchecked = None
+        if (kind in self._kinds and not held) or (self.witness is None and not division.is_cut):
+            return
+        self.trials.hooks, started = call.hooks, time.perf_counter()
         try:
-            self._check(division, columns, held)
-            self._checked.append(kind)
-        except NotFinite as error:
-            if kind not in self._not_finite:
-                unchecked = Unchecked(kind, f"{error}; later steps are tried", again=True)
-        except (Unlike, NoRows) as error:
-            unchecked = Unchecked(kind, str(error))
-        except MicrobatchError:
-            self.trials.forget()
-            raise
-        self.trials.forget()
-        return unchecked
+            with ExitStack() as stack:
+                if self.witness is not None:
+                    stack.enter_context(self.witness.with_numbers_of_workers())
+                checked = self._check(call, run, held)
+        finally:
+            self.comparisons.forget()
+        self.checked = replace(checked, seconds=time.perf_counter() - started)
+        if checked.is_finite:
+            self._kinds.append(kind)
+        _log.info("%s", self.checked)
+
+    def forget(self) -> None:
+        """Check the next step again: a worker was replaced, and does not know which buffers change."""
+        self._kinds.clear()
+        self._awaited = ()
+        self.comparisons.follow = frozenset()
 
     def _holds_awaited(self, division: Division) -> bool:
         """Whether the step has a number that a check waits for: one that the loss leaves out."""
@@ -112,29 +122,105 @@ class FirstStep:
                     return True
         return False
 
-    def forget(self) -> None:
-        """Check the next step again: a worker was replaced, and does not know which buffers change."""
-        self._checked.clear()
-        self._awaited = ()
-
-    def note(self, unchecked: "Unchecked") -> None:
-        """Note that the user was told that this kind of step could not be checked: the warning is not repeated."""
-        (self._not_finite if unchecked.again else self._checked).append(unchecked.kind)
-
     def _kind(self, division: Division) -> Any:
         """The kind of a step, all that decides whether it may be cut: the modes of modules, and the kinds of arguments."""
         flags = {call: its.training for calls in self.trials.placed.flags().values() for call, its in calls.items()}
-        return flags, {name: _kinds(value) for name, value in division.arguments.items()}
+        return flags, division.is_cut, {name: _kinds(value) for name, value in division.arguments.items()}
 
-    def _check(self, division: Division, columns: Sequence[Column], with_padding: bool = False) -> None:
-        rows = self._rows(division, columns)
+    # What is compared
+
+    def _check(self, call: StepCall, run: RunWhole, with_padding: bool) -> Checked:
+        division, columns, reasons = call.division, call.columns, []
+        sets: Sequence[RowComparison] = ()
+        loaded = division
+        try:
+            loaded = self._loaded(division, columns, run)
+            if division.is_cut:
+                sets = self._compared_sets(self._rows(loaded), with_padding)
+            elif self.compiled.guards.are_of_rows is False and division.sizes is not None:
+                sets = [self._uncut(TriedRows(loaded))]
+        except (Unlike, NoRows) as error:
+            reasons.append(str(error))
+        whole = None
+        here = self.witness is not None and not isinstance(loaded, DivisionOfColumns)
+        if here and not sets and division.is_cut and division.sizes is not None:
+            try:
+                sets = self._compared_sets(WholeRows(loaded), with_padding)
+            except Unlike as error:
+                reasons.append(str(error))
+        if here:
+            try:
+                whole = self._compared_whole(loaded, run, with_padding, bool(sets))
+            except Unlike as error:
+                reasons.append(str(error))
+        if not sets and whole is None:
+            raise MicrobatchError(_NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into memory="))
+        return self._said(loaded, sets, whole)
+
+    def _loaded(self, division: Division, columns: Sequence[Column], run: RunWhole) -> Division:
+        """The mini-batch with the values that workers load, which both sides are given: datasets may draw random numbers."""
+        if not isinstance(division, DivisionOfColumns):
+            return division
+        try:
+            return self.trials.datasets.loaded_here(division, columns, True)
+        except PippyError as error:
+            run(division, frozenset(), ())  # raises what a worker says of its dataset, if it has none either
+            raise Unlike(f"the rows cannot be loaded: {error}") from error
+
+    def _compared_whole(
+        self, division: Division, run: RunWhole, with_padding: bool, has_sets: bool
+    ) -> WholeStep | None:
+        """All rows, by the step's own program. None if they do not fit into the budget, and others were compared."""
+        cost = self.comparisons.cost
+        if has_sets and not self.budget.has_room(cost, division.rows or 0, self._device):
+            return None
+        if not has_sets and self.budget.is_over_memory(cost, division.rows or 0, self._device):
+            raise Unlike("the plain model would take more than half of the memory that is free in this process")
+        whole = WholeStep.of(self.comparisons, division, run)
+        if not whole.differences:
+            return whole
+        if self.trials.buffers and whole.follows_more(self.comparisons):
+            whole = WholeStep.of(self.comparisons, division, run)
+            if not whole.differences:
+                return whole
+        sets = self._compared_sets(WholeRows(division), with_padding)  # raises, and says what to do
+        if self.comparisons.draws(sets[0]):
+            return None
+        raise MicrobatchError(whole.said(self.compiled, self.trials.placed))
+
+    @property
+    def _device(self) -> torch.device:
+        assert self.witness is not None
+        return self.witness.device
+
+    def _said(self, division: Division, sets: Sequence[RowComparison], whole: WholeStep | None) -> Checked:
+        """What was compared."""
+        rights = [each.right for each in sets] if whole is None else [whole.right]
+        numbers = [each.numbers for each in sets] if whole is None else [whole.numbers]
+        return Checked(
+            by_model=self.witness is not None,
+            rows=division.rows,
+            tried=division.rows if whole is not None else sum(sets[0].rows.sizes),
+            chunks=division.chunks if whole is not None else len(sets[0].rows.sizes),
+            compared=Counter(kind for kind, _ in rights[0].plain),
+            largest=max(right.largest(its) for right, its in zip(rights, numbers)),
+            is_finite=all(each.is_finite for each in sets) and (whole is None or whole.is_finite),
+            padded=len(sets) > 1,
+        )
+
+    # Sets of rows
+
+    def _compared_sets(self, rows: TriedRows, with_padding: bool) -> list[RowComparison]:
+        """The rows as they are, and with other numbers in some of their tensors. Raises an error that advises what to do."""
         sets = [self._compared(rows, self._loss_reduction)]
         asked = self._asked(sets[0])
         for other in edited(sets[0].rows, asked, self.compiled.target_name):
             try:
-                sets.append(self._compared(other, sets[-1].reduction))
+                compared = self._compared(other, sets[-1].reduction)
             except Unlike:  # the model does not take such targets
                 continue
+            if compared.is_finite:
+                sets.append(compared)
         reduction = sets[-1].reduction
         if not all(each.agrees for each in sets) or not self._fit_all(sets, reduction):
             self._remedy(sets, asked, with_padding)
@@ -142,10 +228,11 @@ class FirstStep:
             self._adopt(reduction)
         if self.reduction is None and not self.single_loss:
             self._check_choices(sets)
+        return sets
 
     def _compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
         """Compare rows with this reduction, and if they do not agree, with those that losses of torch tell."""
-        begun = self.comparisons.begun(rows, reduction, watch=True)
+        begun = self.comparisons.begun(rows, reduction)
         if not begun.agrees and self.reduction is None and not self.single_loss:
             for other in self.remedies.counts(begun):
                 comparison = self.comparisons.cut_elsewhere(self.comparisons.by(begun, other))
@@ -169,19 +256,14 @@ class FirstStep:
         self.told_reduction = reduction.how
         self.trials.datasets.weigh_by(reduction.how)
 
-    def _rows(self, division: Division, columns: Sequence[Column]) -> TriedRows:
-        """The rows to try: as many as the Pipe was traced for."""
-        rows = TriedRows(division)
-        if isinstance(division, DivisionOfColumns):
-            try:
-                division = self.trials.datasets.loaded_here(rows.divided(2), columns, True)
-            except PippyError as error:
-                raise Unlike(f"the rows cannot be loaded: {error}") from error
+    def _rows(self, division: Division) -> TriedRows:
+        """The rows to try: as many as the Pipe was traced for, in two micro-batches."""
+        TriedRows(division)  # raises if nothing has rows
         reason = ""
         for count in (None, 4, 3, 2, 2 * max(division.sizes or (1,))):
             rows = TriedRows(division, count)
             try:
-                self._check_guards(rows)
+                self._check_guards([rows.divided(2), *([rows.divided(1)] if self.witness is None else [])])
             except PippyError as error:
                 reason = reason or f"the Pipe was traced for another number of rows: {error}"
                 continue
@@ -192,7 +274,7 @@ class FirstStep:
 
     def _asked(self, comparison: RowComparison) -> TrialNotes:
         """The questions about the rows that the model asks, and the reduction that was given."""
-        asked = comparison.whole.asked
+        asked = comparison.asked
         if callable(self.reduction):
             division = comparison.rows.divided(1)
             with Watch(division) as watch:
@@ -200,16 +282,16 @@ class FirstStep:
             asked = replace(asked, questions=(*asked.questions, *watch.asked().questions))
         return asked
 
-    def _check_guards(self, rows: TriedRows) -> None:
+    def _check_guards(self, divisions: Sequence[Division]) -> None:
         """Raise if the Pipe was not traced for so many rows."""
-        for division in (rows.divided(1), rows.divided(2)) if self.compiled.guards.are_of_rows else ():
+        for division in divisions if self.compiled.guards.are_of_rows else ():
             names = guarded_inputs(self.compiled, division)
             for chunk in range(division.chunks):
                 check_guards(self.compiled, {name: division.take(name, chunk) for name in names})
 
     def _check_choices(self, sets: Sequence[RowComparison]) -> None:
         """Raise if the loss is a mean over chosen numbers, and all rows of the trials had the same choice."""
-        chosen = [each.whole.asked.chosen for each in sets]
+        chosen = [each.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
                 raise MicrobatchError(_unknown_choice(untried))
@@ -228,8 +310,9 @@ class FirstStep:
         wrong = next((cut for each in sets if (cut := each.wrong) is not None), None)
         if wrong is None:
             return
-        said = disagreement(self.compiled, wrong)
-        if not wrong.loss_differs and all(each.kind == "buffer" for each in wrong.differences):
+        self._check_followed(wrong.rows)
+        said = disagreement(self.compiled, self.trials.placed, wrong)
+        if all(each.kind == "buffer" for each in wrong.differences):
             raise MicrobatchError(said + _ADVICE_FOR_BUFFERS)
         candidate = self.remedies.reduction(sets, asked)
         if candidate is None and self.comparisons.draws(sets[0]):
@@ -247,6 +330,33 @@ class FirstStep:
             raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")
         raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._loss_reduction))
 
+    def _check_followed(self, rows: TriedRows) -> None:
+        """Raise if the stages do not compute what the plain model does where rows are not cut, as far as they can."""
+        with suppress(Unlike):
+            self._uncut(rows)
+
+    def _uncut(self, rows: TriedRows) -> RowComparison:
+        """Compare rows that are not cut. Raises if the stages do not compute what the plain model does."""
+        try:
+            self._check_guards([rows.divided(1)])
+        except PippyError:
+            rows = rows.alone()
+        uncut = self.comparisons.follows(rows)
+        if self.witness is not None and uncut.differences and not self.comparisons.draws(uncut):
+            said = disagreement(self.compiled, self.trials.placed, uncut, is_cut=False)
+            begins = where_lost(self.witness, uncut.rows.divided(1), uncut.right.floor)
+            raise MicrobatchError(
+                f"{said}It begins in {begins or by_place(self._placed_in_stages(uncut))}. {_NOT_FOLLOWED}"
+            )
+        return uncut
+
+    def _placed_in_stages(self, comparison: RowComparison) -> list[Difference]:
+        """The differences, with their stages."""
+        placed = self.trials.placed
+        return [
+            replace(each, stage=stage_of(placed, each.name) if each.name else "") for each in comparison.differences
+        ]
+
     def _are_torchs(self, sets: Sequence[RowComparison], asked: TrialNotes) -> bool:
         """Whether only numbers that losses of torch leave out were put into the rows."""
         others = {each.place for each in asked.questions if not each.counted}
@@ -256,6 +366,15 @@ class FirstStep:
         return {place for each in sets for place in each.rows.edits} <= only
 
 
+_NOT_COMPARED = (
+    "the first step was not compared with the plain model, and not compared is not equal: {}. What to do: change what prevents "
+    "the comparison; or give the driver check=False, which leaves it out, if you have compared the numbers yourself"
+)
+_NOT_FOLLOWED = (
+    "No row was cut, so the stages do not compute what the model computes: tracing has lost something. Keep the part of the "
+    "model that makes the difference whole (a tracer whose is_leaf_module says so), or make it a layer of "
+    "Pipe.from_sequential, and please report it"
+)
 _ADVICE_FOR_BUFFERS = (
     "Forward changes these buffers by the rows that it is given, so each micro-batch would change them by its own "
     'rows. If this is acceptable, give the driver buffers="per_microbatch". Otherwise change them outside of '

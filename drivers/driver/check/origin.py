@@ -21,13 +21,13 @@ from torch import nn
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.driver.check.differences import Apart
+from pippy.drivers.driver.check.differences import Apart, Difference
 from pippy.drivers.driver.check.joined import NotJoined, joined_gradient, joined_rows
-from pippy.drivers.driver.check.plain_step import whole_input
+from pippy.drivers.driver.check.witness import whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.names import LOSS, named_state, stage_name
+from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
 from pippy.ir.base.trees import children, leaves, map_tensors, with_children
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
@@ -282,6 +282,25 @@ class OriginSearch:
             number, tensor = (other, one) if isinstance(one, torch.Tensor) else (one, other)
             return not _matters(tensor) if number is None else bool((tensor == number).all())
         return one is None or other is None or one == other
+
+
+def by_place(differences: Sequence[Difference]) -> Origin:
+    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference."""
+    wrong = [each for each in differences if each.kind == "gradient" and each.stage]
+    if wrong:
+        last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
+        return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
+    worst = differences[0]
+    what = {
+        "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
+        "parameter": f"its update of {worst.name} differs, although the gradient is right",
+    }
+    if worst.why and worst.kind == "parameter":
+        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
+    return Origin(
+        worst.stage,
+        what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
+    )
 
 
 def _of(work: Work) -> str:

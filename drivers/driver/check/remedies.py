@@ -22,7 +22,7 @@ class Remedies:
 
     def counts(self, comparison: RowComparison) -> Iterator[LossReduction]:
         """The reductions that a loss of torch tells and with which the losses add up, other than the one in use."""
-        for candidate in self._candidates(comparison, comparison.whole.asked):
+        for candidate in self._candidates(comparison, comparison.asked):
             if candidate.counted and not self._misses([comparison], candidate):
                 reduction = LossReduction(candidate.how)
                 if self.comparisons.weights(comparison.rows.divided(2), reduction) != comparison.parts.weights:
@@ -43,20 +43,24 @@ class Remedies:
                 "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
                 "chunks=1"
             )
-        users = {name: user for user, name in rows[0].division.names.items()}
-        for name, value in rows[0].division.arguments.items():
-            if (
-                isinstance(value, CutTensor)
-                and not rows[0].is_piece
-                and fit([rows[0].with_argument(name, _same_for_all)], reduction)
-            ):
+        users, given = {name: user for user, name in rows[0].division.names.items()}, rows[0].division.arguments
+        cut = [name for name, value in given.items() if isinstance(value, CutTensor) and not rows[0].is_piece]
+        of_model = [name for name in cut if name != self.comparisons.compiled.target_name]
+        for name in cut if len(of_model) > 1 else ():  # else no rows of the model would be cut
+            if fit([rows[0].with_argument(name, _same_for_all)], reduction):
                 return (
                     f"They agree if {users.get(name, name)!r} is not part of the batch: give the driver "
-                    f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"
+                    f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}; or run one micro-batch, chunks=1"
                 )
+        of_rows = self.comparisons.compiled.guards.are_of_rows
+        why = (
+            "forward depends on the number of rows"
+            if of_rows
+            else "the model mixes rows, or depends on how many there are"
+        )
         return (
-            "No other known reduction fits either, so the model mixes rows. Run one micro-batch, chunks=1. If you "
-            "know that the difference does not matter, give the driver check=False"
+            f"No other known reduction fits either: {why}. Run one micro-batch, chunks=1. If you know that the difference does "
+            "not matter, give the driver check=False"
         )
 
     def _candidates(self, comparison: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:

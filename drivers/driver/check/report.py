@@ -48,7 +48,7 @@ class CheckReport:
         return "\n".join([self._verdict(), *self._table(), *(f"not compared: {each}" for each in self.left_out)])
 
     def _verdict(self) -> str:
-        parts = listed([_count(kind, self.compared[kind]) for kind in COMPARED_KINDS if self.compared.get(kind)])
+        parts = counted(self.compared)
         chunks = count_with_noun(self.chunks, "micro-batch")
         if self.equal:
             return (
@@ -69,6 +69,15 @@ class CheckReport:
         left = len(self.differences) - _SHOWN
         lines += [f"and {left} more"] if left > 0 else []
         return [*lines, f"begins in {self.begins}"] if self.begins is not None else lines
+
+
+def counted(compared: Mapping[str, int]) -> str:
+    """How many tensors of each kind were compared.
+
+    >>> counted({"loss": 1, "gradient": 6})
+    'the loss and 6 gradients'
+    """
+    return listed([_count(kind, compared[kind]) for kind in COMPARED_KINDS if compared.get(kind)])
 
 
 def _count(kind: str, count: int) -> str:

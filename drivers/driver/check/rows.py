@@ -89,7 +89,7 @@ class TriedRows:
         self.edits: Mapping[InputTensor, Edit] = {}
 
     @property
-    def sizes(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """The rows of the two micro-batches."""
         return len(self.chosen) - len(self.chosen) // 2, len(self.chosen) // 2
 
@@ -109,6 +109,24 @@ class TriedRows:
         """The same rows, rotated by so many."""
         found = copy.copy(self)
         found.order = [*self.order[by:], *self.order[:by]]
+        return found
+
+    @property
+    def key(self) -> Any:
+        """The same for the same rows, in whatever order."""
+        return tuple(self.chosen), id(self.edits), self.division
+
+    def in_this_order(self) -> "TriedRows":
+        """The same rows, with a key of their own."""
+        found = copy.copy(self)
+        found.division = replace(self.division)
+        return found
+
+    def alone(self) -> "TriedRows":
+        """The rows of the first micro-batch alone."""
+        found = copy.copy(self)
+        found.chosen = [self.chosen[at] for at in self.order[: self.sizes[0]]]
+        found.order = list(range(len(found.chosen)))
         return found
 
     def cut_elsewhere(self) -> "TriedRows":
@@ -156,6 +174,54 @@ class TriedRows:
             chosen = [indices[self.first + self.chosen[at]] for at in order]
             return replace(leaf, batches=(replace(leaf.batches[0], indices=chosen, ahead=()),), counts=())
         return leaf
+
+
+class WholeRows(TriedRows):
+    """All rows of a mini-batch, in the micro-batches that the user asks for.
+
+    >>> from pippy.drivers.batch.divide import divide
+    >>> rows = WholeRows(divide({"x": torch.arange(5)}, chunks=3))
+    >>> rows.divided(1).take("x", 0), rows.divided(2).microbatches("x")
+    (tensor([0, 1, 2, 3, 4]), [tensor([0, 1]), tensor([2, 3]), tensor([4])])
+    """
+
+    def __init__(self, division: Division) -> None:
+        self.mini_batch = self.division = division
+        leaves = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
+        self.is_piece, self.first = any(isinstance(leaf, PerMicrobatch) for leaf in leaves), 0
+        self.chosen = self.order = list(range(division.rows or 1))
+        self.edits = {}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of the micro-batches."""
+        return self.division.sizes or (1,) * self.division.chunks
+
+    def rotated(self, by: int) -> "TriedRows":
+        """The same rows: the user has said how they are cut."""
+        return self
+
+    def divided(self, chunks: int, turned: bool = False) -> Division:
+        """The mini-batch as the user has cut it, or as one micro-batch."""
+        cut = self.division if chunks > 1 else _uncut(self.division)
+        if not self.edits and not turned:
+            return cut
+        arguments = {}
+        for name, value in cut.arguments.items():
+            places = _places(name)
+            arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), self.sizes, turned), value)  # noqa: B023
+        return replace(cut, arguments=arguments)
+
+    def alone(self) -> "TriedRows":
+        """All rows."""
+        return self
+
+
+def _uncut(division: Division) -> Division:
+    """A mini-batch as one micro-batch."""
+    sizes = None if division.sizes is None else (division.rows or 0,)
+    starts = () if sizes is None else (0,)
+    return replace(division, chunks=1, sizes=sizes, starts=starts, slices=1, mask=False, share=None)
 
 
 def _of_piece(leaf: DividedValue, piece: int, division: Division) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.compare.digest import KEPT, bytes_of_digest
+from pippy.drivers.compare.digest import bytes_of_digest
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.rows import NoRows, TriedRows
@@ -14,9 +14,6 @@ from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.placement import Placement
 from pippy.ir.pipe import Pipe, compiled_of
-
-_DIGESTS = 2  # of the reference, and of what is compared with it
-_COMPARING = 3  # numbers of float64 for each of a digest, while two are compared
 
 
 class TrialBytes:
@@ -40,11 +37,7 @@ class TrialBytes:
         program = lower(self.pipe, order).program
         compiled = compiled_of(self.pipe)
         stages = [[each for each in stage.parameters() if each.requires_grad] for _, stage in compiled.stages()]
-        digests = [
-            _DIGESTS * sum(map(bytes_of_digest, parameters))
-            + _COMPARING * 8 * max((min(each.numel(), KEPT) for each in parameters), default=0)
-            for parameters in stages
-        ]
+        digests = [sum(map(bytes_of_digest, parameters)) for parameters in stages]
         return tuple(
             peak + sum(digests[stage] for stage in self.placement.stages_of(worker))
             for worker, peak in enumerate(peak_bytes(program, sizes))

@@ -26,6 +26,11 @@ class StaleModels:
         self._parameters: list[tuple[weakref.ref[torch.Tensor], int]] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no update has made the model of this process older than the workers'."""
+        return not self._handles
+
     def updated(self) -> None:
         """An optimizer has updated the parameters on the workers."""
         self._warned, pipe = set(), self._pipe()

@@ -124,6 +124,11 @@ class Gradients:
                 total = _clamped(total, command.limit)
         return total
 
+    def of_last_step(self, key: int) -> Gradient:
+        """The gradient that the last step has left, of copies that were not added up each its own."""
+        last = self.pending[-1]
+        return last.sums[key] if key in last.sums else last.own.get(key)
+
     def begin_step(self, reduce: bool, scale: float | None = None) -> AddingUp | None:
         """A step begins, which trains. With ``reduce``, its instructions add up the gradients of copies. They are divided
         by ``scale``, that of the loss."""

@@ -1,12 +1,13 @@
-"""Runs modules and leaves what they change as it was: random states, buffers and attributes."""
+"""Runs modules and leaves what they change as it was: random states, buffers, attributes and training flags."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from pippy.drivers.worker.state.forward_state import Before
 from pippy.ir.loss.loss_function import FunctionLoss
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.run.snapshot import Snapshot
@@ -24,29 +25,34 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
     >>> norm.num_batches_tracked
     tensor(0)
     """
-    function = module.function if isinstance(module, FunctionLoss) else module
-    reached = list(_reached(function))
-    modules = [each for root in [module, *reached] if isinstance(root, nn.Module) for each in root.modules()]
-    plain = [each for each in reached if isinstance(each, torch.Tensor) and not each.requires_grad]
-    scripted = [
-        each for each in modules if isinstance(each, torch.jit.ScriptModule)
-    ]  # their attributes are not in Python
-    modules = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-    attributes = [(each, dict(each.__dict__), dict(each._buffers)) for each in modules]
-    held = [*plain, *(buffer for each in scripted for buffer in each.buffers(recurse=False))]
-    held += [*(buffer for _, _, buffers in attributes for buffer in buffers.values() if buffer is not None)]
-    numbered = dict(enumerate(held))
-    before = Snapshot(numbered, copied=numbered)
+    put_back = as_now([module])
     try:
         with untouched_random_state() if random else nullcontext():
             yield
     finally:
-        for each, attribute, buffers in attributes:
-            each.__dict__.clear()
-            each.__dict__.update(attribute)
-            each._buffers.clear()
-            each._buffers.update(buffers)
-        before.restore()
+        put_back()
+
+
+def as_now(roots: Sequence[Any]) -> Callable[[], None]:
+    """What puts back the buffers, attributes and training flags that modules, and what loss functions refer to, have now."""
+    functions = [each.function if isinstance(each, FunctionLoss) else each for each in roots]
+    held = [*roots, *functions, *(each for function in functions for each in _reached(function))]
+    modules = dict.fromkeys(each for root in held if isinstance(root, nn.Module) for each in root.modules())
+    scripted = [each for each in modules if isinstance(each, torch.jit.ScriptModule)]  # with attributes not in Python
+    plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    tensors = [each for each in held if isinstance(each, torch.Tensor) and not each.requires_grad]
+    tensors += [buffer for each in scripted for buffer in each.buffers(recurse=False)]
+    numbered = dict(enumerate(tensors))
+    before, others = Before(plain, None), Snapshot(numbered, copied=numbered)
+    flags = [(each, each.training) for each in plain]
+
+    def put_back() -> None:
+        before.put_back()
+        others.restore()
+        for each, flag in flags:
+            each.training = flag
+
+    return put_back
 
 
 def _reached(function: Any) -> Iterator[Any]:

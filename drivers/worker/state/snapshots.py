@@ -18,7 +18,8 @@ from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import WorkerState
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
-from pippy.drivers.worker.state.forward_state import Before, RandomNumbers
+from pippy.drivers.worker.measure.leave_unchanged import as_now
+from pippy.drivers.worker.state.forward_state import RandomNumbers
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.run.random_state import RandomState
 
@@ -103,21 +104,30 @@ class Snapshots:
         if state.random is not None:
             random_state(state.random, self._gpus).restore()
 
-    def hold(self) -> Callable[[], None]:
-        """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients."""
+    def hold(self, written: Iterable[TensorLocation] | None = None, random: bool = True) -> Callable[[], None]:
+        """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients.
+
+        Optimizers may make a step meanwhile; not if it is said which parameters are ``written``, that is, by forward.
+        """
         modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
-        places = {id(each): place for place, each in self._places(nn.Module.named_parameters)}
-        parameters = map_tensors(torch.clone, self.snapshot(places.values(), {}, random=False))
-        states = {number: each.copied_state() for number, each in self.optimizers.items()}
-        random, before = RandomNumbers(modules, self.device).now(), Before(modules, None)
-        gradients = self.gradients.take_out()
+        if written is None:
+            places = {id(each): place for place, each in self._places(nn.Module.named_parameters)}
+            written, optimizers = places.values(), self.optimizers
+        else:
+            written, optimizers = [each for each in written if each.call in self.modules], {}
+        parameters = map_tensors(torch.clone, self.snapshot(written, {}, random=False))
+        states = {number: each.copied_state() for number, each in optimizers.items()}
+        numbers = RandomNumbers(modules, self.device).now() if random else None
+        unchanged, gradients = as_now([*self.modules.values()]), self.gradients.take_out()
 
         def put_back() -> None:
-            self.restore(parameters)
-            before.put_back()
+            if parameters.tensors:
+                self.restore(parameters)
+            unchanged()
             for number, state in states.items():
                 self.optimizers[number].put_back(state)
             self.gradients.put_back(gradients)
-            random.restore()
+            if numbers is not None:
+                numbers.restore()
 
         return put_back

@@ -365,7 +365,7 @@ def expected_of_twins():
 
 
 def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucket(threads):
-    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
+    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2, check=False)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     for sent in sent_to_twins(threads, driver, optimizer, 3):
         assert sent == expected_of_twins(), "the gradients that the other adds up, and the sums of this one"

@@ -7,7 +7,8 @@ from torch import nn
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.driver.check import first_step
-from pippy.drivers.worker.trials import Trials
+from pippy.drivers.driver.check.comparisons import Comparisons
+from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -57,19 +58,28 @@ def squares(output, target):
     return ((output - target.unsqueeze(1)) ** 2).mean()
 
 
+def compared_without(monkeypatch, left_out):
+    """Leave out the numbers for which ``left_out`` is true, on both sides."""
+    inner = Comparisons.beside
+
+    def beside(self, plain, numbers):
+        both = inner(self, plain, numbers)
+        return tuple({key: each for key, each in side.items() if not left_out(*key)} for side in both)
+
+    monkeypatch.setattr(Comparisons, "beside", beside)
+
+
 def without_the_first_stage(monkeypatch):
-    parameters = Trials._parameters
-    monkeypatch.setattr(
-        Trials, "_parameters", lambda self: (each for each in parameters(self) if each[0][0] != "submod_0")
-    )
+    compared_without(monkeypatch, lambda kind, name: kind == "gradient" and name.startswith("first"))
 
 
 def without_buffers(monkeypatch):
-    monkeypatch.setattr(Trials, "_buffers", lambda self: iter(()))
+    compared_without(monkeypatch, lambda kind, name: kind == "buffer")
+    monkeypatch.setattr(StepBuffers, "disagreeing", lambda self: [])
 
 
 def of_losses_alone(monkeypatch):
-    monkeypatch.setattr(Trials, "_taken", lambda self, found, purpose: ())
+    compared_without(monkeypatch, lambda kind, name: kind != "loss")
 
 
 def of_the_rows_as_they_are(monkeypatch):
