@@ -1,6 +1,6 @@
 """What `driver.memory` gives: what each worker holds in a step, as a table and over time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ class DriverMemory:
     """What each worker holds in a step, in bytes. ``str()`` of it is a table of what it holds at its peak, by kind.
 
     ``sizes`` are the bytes of each stage and value that ``program`` was counted with. ``with_state`` says whether the state of
-    an optimizer is known. ``count_check`` counts what the check of the first step takes.
+    an optimizer is known. ``count_check`` counts what the check of the first step takes, of a step with these peaks.
 
     >>> from pippy.drivers.plan import make_schedule
     >>> from pippy.drivers.plan.cost.held_bytes import StageBytes
@@ -32,12 +32,12 @@ class DriverMemory:
     program: Program
     sizes: PipeBytes
     with_state: bool = True
-    count_check: Callable[[], tuple[int, ...]] = field(default=tuple, repr=False, compare=False)
+    count_check: Callable[[Sequence[int]], tuple[int, ...]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def check(self) -> tuple[int, ...]:
         """The most bytes that each worker holds in the check before the first step; empty if there is no check."""
-        return self.count_check()
+        return () if self.count_check is None else self.count_check(self.peaks)
 
     @cached_property
     def workers(self) -> tuple[HeldBytes, ...]:

@@ -556,7 +556,7 @@ class PipelineDriverBase(ModelOnWorkers):
         sizes = count_pipe(self.pipe, division, self.steps.device, trains, states, has_halves(program), compile)
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         checks = trains and self.steps.first_step is not None
-        check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else tuple
+        check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else None
         return DriverMemory(program, sizes, bool(states) or not trains, check)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":

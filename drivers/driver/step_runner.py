@@ -143,8 +143,9 @@ class StepRunner:
             weigh=purpose.weigh,
             count_memory=record is not None and record.memory,
             probe_outputs=unprobed not in self._probed and _can_probe(call, results),
+            watch=self.first_step is not None and self.first_step.watches and call.trains,
         )
-        running = RunningStep(self.session, results, partial(self._probed.add, unprobed))
+        running = RunningStep(self.session, results, partial(self._accepted, unprobed))
         self.session.wait_given_up(self.settings.timeout)
         program = sent.lowered.program
         note = measured = None
@@ -167,7 +168,7 @@ class StepRunner:
                 self.first_step.check(call, partial(self._tried, call, sent))
         results = self.results(call, self.settings.output_spec if outputs else None)
         answers: list[Mapping[int, StepResult]] = []
-        running = RunningStep(self.session, results, lambda: None)
+        running = RunningStep(self.session, results)
         posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
@@ -195,7 +196,7 @@ class StepRunner:
             ).items()
         }
         answers, digests, places, disagreeing = self.first_step.trials.of_step(steps, written, follow)
-        running = RunningStep(self.session, results, lambda: None)
+        running = RunningStep(self.session, results)
         running.accept(answers)
         return WholeTrial({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
 
@@ -257,6 +258,12 @@ class StepRunner:
         how = self.settings.loss_reduction if self.first_step is None else self.first_step.how
         given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
         return Results(self.compiled, self.placed.value_names, call.division, *given)
+
+    def _accepted(self, unprobed: tuple[int, bool, bool], answers: Mapping[int, StepResult]) -> None:
+        """A step was run, and its answers were not refused yet."""
+        if self.first_step is not None:
+            self.first_step.check_choices_of(answers)
+        self._probed.add(unprobed)
 
 
 def _can_probe(call: StepCall, results: Results) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pippy.drivers.batch.division import Division
+from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.hooks import WorkerHooks
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.ir.run.keyed_draws import RandomStep
@@ -30,7 +31,7 @@ class Step:
     worker finds the returned values that have as many rows as a micro-batch by chance. ``random`` says of which step the
     random numbers are; None if the worker goes on with its own. With ``weighed``, the worker computes ``weights``. With
     ``alike``, random operations and batch norms give the same for every row. With ``see``, the worker notes what each call
-    takes and gives.
+    takes and gives. With ``watch``, it notes what the model asks of numbers on the way to a mean.
     """
 
     program: int
@@ -49,6 +50,7 @@ class Step:
     weighed: bool = False
     alike: bool = False
     see: bool = False
+    watch: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ class StepResult:
     batch of each stage keeps, and those of its inputs alone, if the step measures them. ``nonfinite`` has the parameters whose
     gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in them,
     that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
-    ``seen`` has what each call took and gave, if that is noted. ``prepared`` says that graphs of stages were recorded or
-    compiled in the step.
+    ``seen`` has what each call took and gave, if that is noted, and ``asked`` what the model asked of numbers. ``prepared``
+    says that graphs of stages were recorded or compiled in the step.
     """
 
     values: Mapping[str, Any]
@@ -140,4 +142,5 @@ class StepResult:
     by_chance: tuple[tuple[str, int], ...] = ()
     weights: tuple[float, ...] | None = None
     seen: tuple[SeenCall, ...] = ()
+    asked: TrialNotes = field(default_factory=TrialNotes)
     prepared: bool = False

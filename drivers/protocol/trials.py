@@ -1,11 +1,10 @@
 """A trial: a step that leaves nothing on the worker. Its numbers are compared with those of another way to compute them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
 
@@ -15,13 +14,12 @@ class RunTrial:
     """Run ``step`` as a trial: gradients, buffers, random numbers and attributes of modules are afterwards as before it.
 
     With ``few`` rows, no graphs of stages are recorded, and hooks of parameters are not called. ``written`` are the parameters
-    that forward changes, and ``follow`` the buffers that change once in a step from now on. With ``watch``, the worker notes
-    what the model asks of numbers on the way to a mean. With ``wide``, numbers of 16 bits are of 32 bits.
+    that forward changes, and ``follow`` the buffers that change once in a step from now on. With ``wide``, numbers of 16 bits
+    are of 32 bits.
     """
 
     step: Step
     few: bool = False
-    watch: bool = False
     wide: bool = False
     written: tuple[TensorLocation, ...] = ()
     follow: tuple[TensorLocation, ...] = ()
@@ -38,4 +36,3 @@ class TrialResult:
     gradients: Mapping[TensorLocation, torch.Tensor]
     buffers: Mapping[TensorLocation, torch.Tensor]
     disagreeing: tuple[TensorLocation, ...] = ()
-    asked: TrialNotes = field(default_factory=TrialNotes)

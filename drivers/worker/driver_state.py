@@ -54,6 +54,7 @@ from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
 from pippy.drivers.worker.measure.output_probe import OutputProbe
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
+from pippy.drivers.worker.measure.watch import Watch
 from pippy.drivers.worker.measure.witness import Witness
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
@@ -252,6 +253,7 @@ class DriverState:
             context.weights = [weight * step.scale for weight in step.weights]
         outputs = OutputProbe(executor.program.order, step.inputs) if step.probe_outputs else None
         witness = Witness(executor.program.order, given_gradients) if step.see else None
+        watch = Watch(step.inputs) if step.watch else None
         kept = executor.saved_memory if step.weigh else None
         watchers = (executor.recorder if step.record else None, kept, outputs, witness)
         random = self._random(executor, step)
@@ -263,6 +265,8 @@ class DriverState:
             if not self.hooks_looked_at and trial is None:
                 stack.enter_context(hooks_hold_the_same(self.modules))
             stack.enter_context(self.step_buffers.step(len(step.inputs.held), refuses=trial is None))
+            if watch is not None:
+                stack.enter_context(watch)
             if step.alike:
                 stack.enter_context(alike())
             elif self.statistics is not None:
@@ -277,6 +281,8 @@ class DriverState:
             result = replace(result, by_chance=tuple(outputs.by_chance))
         if witness is not None:
             result = replace(result, seen=tuple(witness.seen))
+        if watch is not None:
+            result = replace(result, asked=watch.asked())
         if step.weighed:
             result = replace(result, weights=step.weights)
         if step.trains:

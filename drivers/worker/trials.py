@@ -6,7 +6,6 @@ after        digests are taken, and all is put back
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.protocol.trials import RunTrial, TrialResult
 from pippy.drivers.worker.gradients.gradient_sums import Gradient
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
-from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.run.snapshot import snapshot_of_buffers
 
 
@@ -42,11 +40,10 @@ class Trials:
     def try_out(self, trial: RunTrial, run: Callable[[], StepResult]) -> TrialResult:
         """Carry out a trial. ``run`` runs its step."""
         self.step_buffers.follow({(each.call, each.name) for each in trial.follow})
-        watch = Watch(trial.step.inputs) if trial.watch else None
         before = snapshot_of_buffers(dict(self._buffers()))
         put_back = self.hold(trial.written)
         try:
-            with widened(self.modules.values(), trial.wide), _watched(watch):
+            with widened(self.modules.values(), trial.wide):
                 result = run()
                 self._written |= set(before.changed(dict(self._buffers())))
                 gradients = {place: digest(each) for place, each in self._gradients()}
@@ -54,8 +51,7 @@ class Trials:
         finally:
             put_back()
         disagreeing = tuple(TensorLocation(*each) for each in self.step_buffers.disagreeing())
-        asked = {} if watch is None else {"asked": watch.asked()}
-        return TrialResult(result, gradients, buffers, disagreeing, **asked)
+        return TrialResult(result, gradients, buffers, disagreeing)
 
     def _gradients(self) -> Iterator[tuple[TensorLocation, torch.Tensor]]:
         for call, module in self.modules.items():
@@ -73,12 +69,3 @@ class Trials:
 def normalizes_by_batches(modules: Iterable[nn.Module]) -> bool:
     """Whether there are batch norms in training, which a trial has normalize otherwise: graphs of stages would stay so."""
     return any(isinstance(each, _BatchNorm) and each.training for module in modules for each in module.modules())
-
-
-@contextmanager
-def _watched(watch: Watch | None) -> Iterator[None]:
-    if watch is None:
-        yield
-    else:
-        with watch:
-            yield

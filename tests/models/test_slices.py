@@ -220,7 +220,9 @@ def test_what_later_slices_give_is_not_left_out(monkeypatch, threads):
     """Without it, the gradients are other ones, and the check of the first step says so."""
     (_, pipe), call = llama_in_stages(), call_with(of_logits)
     monkeypatch.setattr("pippy.drivers.worker.slices.roots", lambda made: ([], []))
-    with pytest.raises(MicrobatchError, match="again as two of 3 and 2 rows, each in 4 slices of its sequences"):
+    with pytest.raises(
+        MicrobatchError, match="again as two of 3 and 2 rows by the pipeline, each in 4 slices of its sequences"
+    ):
         PipelineDriver1F1B(pipe, threads, slices=4).run(2, **call)
 
 

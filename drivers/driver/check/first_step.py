@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -41,12 +41,15 @@ from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.whole_step import RunWhole, WholeStep
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.driver.steps.prepared_step import StepCall
+from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
+from pippy.ir.base.readable import listed
 from pippy.ir.base.trees import leaves, tensors
 from pippy.ir.call.signature import check_guards
 
 _LOOKED_AT = 5  # leaves of an argument, to know its kind
+_SHOWN = 6  # micro-batches in an error
 _log = logging.getLogger(__name__)
 
 
@@ -73,6 +76,7 @@ class FirstStep:
         self.remedies = Remedies(self.comparisons, may_be_single)
         self.told_reduction: Callable[..., Any] | None = None  # what a loss of torch counts, as it says itself
         self.checked: Checked | None = None
+        self.watches = False  # whether steps note by what masks the loss chooses: it is said to be a mean over rows
         self._kinds: list[Any] = []  # of steps that were checked
         self._awaited: tuple[Question, ...] = ()  # by which a loss of torch may leave targets out that no step has held
 
@@ -228,6 +232,7 @@ class FirstStep:
             self._adopt(reduction)
         if self.reduction is None and not self.single_loss:
             self._check_choices(sets)
+        self.watches |= self.reduction == "mean" and any(_masks(each.asked) for each in sets)
         return sets
 
     def _compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
@@ -295,6 +300,17 @@ class FirstStep:
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
                 raise MicrobatchError(_unknown_choice(untried))
+
+    def check_choices_of(self, answers: Mapping[int, StepResult]) -> None:
+        """Raise if, in a step, masks on the way to a mean have chosen other shares of some micro-batches than of others."""
+        for answer in answers.values() if self.watches else ():
+            shares: dict[str, list[ComputedChoice]] = {}
+            for each in _masks(answer.asked):
+                shares.setdefault(each.where, []).append(each)
+            for where, chosen in shares.items():
+                if len({each.count / each.of for each in chosen if each.of}) > 1:
+                    counts = listed([f"{each.count:g} of {each.of:g}" for each in chosen[:_SHOWN]])
+                    raise MicrobatchError(_UNEQUAL_CHOICE.format(counts=counts, where=where))
 
     def _remedy(self, sets: Sequence[RowComparison], asked: TrialNotes, with_padding: bool) -> None:
         """Find the reduction of the losses. Raises an error that advises it, unless a loss of torch tells the reduction.
@@ -385,6 +401,21 @@ _UNKNOWN_DRAWS = (
     "not torch's. If it is a mean over rows, give the driver loss_reduction='mean'; otherwise run one micro-batch, "
     "chunks=1"
 )
+
+
+_UNEQUAL_CHOICE = (
+    "loss_reduction='mean' was given, but the loss is a mean over what a mask chooses, and in this step it chose unequal "
+    "parts of the micro-batches ({counts}), so their losses do not add up to the plain model's:\n  "
+    "{where}\nThe step has left no "
+    "gradients. Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda "
+    "target: (target >= 0).sum(); or "
+    "run one micro-batch, chunks=1"
+)
+
+
+def _masks(asked: TrialNotes) -> list[ComputedChoice]:
+    """The choices by masks, on the way to a mean."""
+    return [each for each in asked.chosen if not each.ranked]
 
 
 def _unknown_choice(chosen: ComputedChoice) -> str:

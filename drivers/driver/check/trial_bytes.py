@@ -1,6 +1,7 @@
 """The bytes that a trial takes on each worker, counted before it runs."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -34,22 +35,29 @@ class TrialBytes:
         """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
         sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
         order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
-        program = lower(self.pipe, order).program
-        compiled = compiled_of(self.pipe)
-        stages = [[each for each in stage.parameters() if each.requires_grad] for _, stage in compiled.stages()]
-        digests = [sum(map(bytes_of_digest, parameters)) for parameters in stages]
+        return self._with_digests(peak_bytes(lower(self.pipe, order).program, sizes))
+
+    def _with_digests(self, peaks: Sequence[int]) -> tuple[int, ...]:
+        """The most bytes that workers hold, with digests of all gradients."""
+        stages = [each for _, each in compiled_of(self.pipe).stages()]
+        digests = [sum(bytes_of_digest(each) for each in stage.parameters() if each.requires_grad) for stage in stages]
+        workers = self.placement.workers
         return tuple(
-            peak + sum(digests[stage] for stage in self.placement.stages_of(worker))
-            for worker, peak in enumerate(peak_bytes(program, sizes))
+            peak + sum(digests[stage] for stage in self.placement.stages_of(worker % workers))
+            for worker, peak in enumerate(peaks)
         )
 
     def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
         """Whether no worker holds more than its limit."""
         return all(map(int.__le__, self.of(rows, optimizers), limits))
 
-    def of_first_step(self, division: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
-        """The bytes that each worker holds in the check before a first step with this mini-batch; empty if there is none."""
-        try:
-            return self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
-        except NoRows:
-            return ()
+    def of_first_step(
+        self, division: Division, optimizers: Sequence[CountedOptimizer], peaks: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The most bytes that each worker holds in the check before a first step, in which it holds at most these ``peaks``: of
+        a few rows, and of the step itself."""
+        whole = self._with_digests(peaks)
+        with suppress(NoRows):
+            few = self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
+            return tuple(map(max, whole, [*few, *[0] * len(whole)]))
+        return whole

@@ -103,6 +103,7 @@ class TrialSteps:
                 reduce=self.calls_hooks,
                 random=RandomStep(0, how.number),
                 alike=True,
+                watch=how.watch,
                 returns=returns[rank],
             )
             for rank in ranks
@@ -119,8 +120,8 @@ class TrialSteps:
             places,
             self._disagreeing(answers),
             TrialNotes(
-                tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].asked.questions)),
-                tuple(each for rank in ranks for each in answers[rank].asked.chosen),
+                tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].result.asked.questions)),
+                tuple(each for rank in ranks for each in answers[rank].result.asked.chosen),
             ),
         )
 
@@ -136,7 +137,7 @@ class TrialSteps:
     def _answers(self, steps: Mapping[int, Step], how: HowTried, few: bool) -> dict[int, TrialResult]:
         written = self.placed.for_all_copies(dict.fromkeys(how.written))
         bodies = {
-            rank: RunTrial(step, few, how.watch, how.wide, tuple(written.get(rank, ())), tuple(how.follow))
+            rank: RunTrial(step, few, how.wide, tuple(written.get(rank, ())), tuple(how.follow))
             for rank, step in steps.items()
         }
         return self.commands.call(bodies, self.limit)

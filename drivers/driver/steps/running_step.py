@@ -12,14 +12,15 @@ from pippy.drivers.session.session import Session
 class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    ``accepted`` is called when no answer was refused. ``rows`` is the number of rows; None if the mini-batch has none.
+    ``accepted`` is called with the answers when none was refused, and may refuse them. ``rows`` is the number of rows; None if
+    the mini-batch has none.
     """
 
     def __init__(
         self,
         session: Session,
         results: Results,
-        accepted: Callable[[], None],
+        accepted: Callable[[Mapping[int, StepResult]], Any] = lambda answers: None,
     ) -> None:
         self._session, self._accepted = session, accepted
         self._results: Results | None = results
@@ -42,7 +43,7 @@ class RunningStep:
                 values[name] = joined_micro_batches(values[name], value) if name in values else value
         by_chance = [each for answer in answers.values() for each in answer.by_chance]
         self._result = self._results.assemble(values, by_chance)
-        self._accepted()
+        self._accepted(answers)
 
     def __repr__(self) -> str:
         return f"<RunningStep, {'done' if self._posted is None else 'not waited for'}>"

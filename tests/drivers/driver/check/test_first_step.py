@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import (
+    LossWrapper,
     MicroBatches,
     Pipe,
     PipelineDriver,
@@ -255,6 +256,40 @@ def test_a_choice_by_computed_numbers_asks_for_a_reduction(threads):
     with pytest.raises(MicrobatchError, match=r"a mean over the rows that a mask chooses(.|\n)*loss_reduction="):
         PipelineDriver1F1B(pipe, threads).run(4, x, target)
     PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(4, x, target)
+
+
+def mean_of_kept(output, target):
+    kept = target + 0 * output.sum(1) > -0.5
+    return F.cross_entropy(output[kept], target[kept])
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_mask_that_leaves_rows_out_later_is_seen_in_the_step_in_which_it_does(threads, returned):
+    """``loss_reduction="mean"`` says that it never does; such a step was wrong without a word."""
+    model, x, target = Net(), torch.randn(8, 4), torch.tensor([0, 1, 2, 3] * 2)
+    given = copy.deepcopy(model)
+    pipe = pipeline(Keeping(given, mean_of_kept)) if returned else pipeline(given, mean_of_kept)
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
+    driver.run(4, x, target)
+    torch.testing.assert_close(
+        driver.get_grad("a.weight" if not returned else "module.a.weight"), grad_of(model, x, target)
+    )
+    driver.zero_grad()
+    target[[0, 1, 2, 4, 6]] = -1  # of the first micro-batch no row is left, of the second one
+    with pytest.raises(MicrobatchError, match=r"unequal parts.*0 of 2, 1 of 2(.|\n)*has left no gradients"):
+        driver.run(4, x, target)
+    assert all(each is None for each in driver.gradients().values())
+    driver.run(1, x, target)
+
+
+class Keeping(LossWrapper):
+    def forward(self, x, target):
+        return self.loss_fn(self.module(x), target)
+
+
+def grad_of(model, x, target):
+    mean_of_kept(model(x), target).backward()
+    return model.a.weight.grad
 
 
 def alike(model, expert):
