@@ -1,7 +1,7 @@
 """Are three steps on workers those of the plain model, or refused? Models at random, with every habit that mixes micro-batches.
 
 Command: ``python -m exps.same_numbers --count 2000 --seed 1``. ``--seed 7 --count 1`` repeats one; ``--simplify`` makes what is
-wrong as simple as it can be.
+wrong as simple as it can be. ``--alone`` takes each habit by itself, ``--alone function`` those with this word.
 
 Finding: before steps checked themselves, 41 of 100 (seeds 300 to 399) were silently wrong. Of 3,000 now (seeds 1 to 3000, 26
 minutes on two cores), 1,570 are refused, 1,340 equal, 89 cannot run (hooks added after the driver was made, a single loss of
@@ -28,19 +28,19 @@ from collections import Counter
 
 import torch
 
-from exps.habits.example import draw
+from exps.habits.alone import alone
+from exps.habits.example import Example, draw
 from exps.habits.judge import Verdict, judge
 from exps.habits.simpler import simplest
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
 
-def judged(seed: int, simplify: bool) -> Verdict:
-    """The verdict on the example of this seed; says what is wrong."""
-    example = draw(seed)
+def judged(name: str, example: Example, simplify: bool) -> Verdict:
+    """The verdict on an example; says what is wrong."""
     with one_draws_at_a_time(), thread_cluster(3) as workers:
         verdict = judge(example, workers)
         if verdict.is_fault:
-            print(f"seed {seed}: {verdict}\n  {example}", flush=True)
+            print(f"{name}: {verdict}\n  {example}", flush=True)
         if verdict.is_fault and simplify:
             example = simplest(example, lambda each: judge(each, workers).kind == verdict.kind)
             print(f"  simpler: {judge(example, workers)}\n  {example}", flush=True)
@@ -52,18 +52,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--simplify", action="store_true")
+    parser.add_argument("--alone", metavar="WORDS", nargs="?", const="", help="each habit by itself, if it has these words")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "std|var")  # of one row
     began = time.monotonic()
-    verdicts = {seed: judged(seed, chosen.simplify) for seed in range(chosen.seed, chosen.seed + chosen.count)}
-    print(f"\n{chosen.count} examples from seed {chosen.seed} in {time.monotonic() - began:.0f} s:")
+    if chosen.alone is None:
+        examples = {f"seed {seed}": draw(seed) for seed in range(chosen.seed, chosen.seed + chosen.count)}
+    else:
+        examples = {f"{name} ({number})": each for number, (name, each) in enumerate(alone()) if chosen.alone in name}
+    verdicts = {name: judged(name, each, chosen.simplify) for name, each in examples.items()}
+    print(f"\n{len(examples)} examples in {time.monotonic() - began:.0f} s:")
     for kind, count in Counter(each.kind for each in verdicts.values()).most_common():
         print(f"{count:6} {kind}")
-        of_kind = {seed: each.reason for seed, each in verdicts.items() if each.kind == kind and each.reason}
+        of_kind = {name: each.reason for name, each in verdicts.items() if each.kind == kind and each.reason}
         for reason, times in Counter(of_kind.values()).most_common():
-            seeds = [seed for seed in of_kind if of_kind[seed] == reason]
-            print(f"{times:13} {reason}  (seeds {', '.join(map(str, seeds[:6]))}{', ...' * (len(seeds) > 6)})")
+            names = [name for name in of_kind if of_kind[name] == reason]
+            print(f"{times:13} {reason}  ({', '.join(names[:6])}{', ...' * (len(names) > 6)})")
     return int(any(each.is_fault for each in verdicts.values()))
 
 

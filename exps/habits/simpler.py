@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from exps.habits.example import Example
-from exps.habits.losses import LOSSES
+from exps.habits.changes import CHANGES
+from exps.habits.example import LOSSES, Example
 
 SIMPLEST: dict[str, Any] = {
+    "change": None,
+    "optimizer": "sgd",
     "replicas": 1,
     "checkpoint": "never",
     "single_loss": False,
@@ -55,7 +57,14 @@ def changed(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
 
 
 def is_possible(example: Example) -> bool:
-    return LOSSES[example.loss].tokens in (None, bool(example.tokens))
+    """Whether the loss takes such values, and the script finds what it changes."""
+    needs = CHANGES[example.change] if example.change else None
+    return LOSSES[example.loss].tokens in (None, bool(example.tokens)) and (
+        needs is None
+        or (needs.part is None or needs.part in example.parts)
+        and needs.loss in (None, example.loss)
+        and needs.optimizer in (None, example.optimizer)
+    )
 
 
 def simplest(example: Example, still: Callable[[Example], bool]) -> Example:
