@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--simplify", action="store_true")
-    parser.add_argument("--alone", metavar="WORDS", nargs="?", const="", help="each habit by itself, if it has these words")
+    parser.add_argument(
+        "--alone", metavar="WORDS", nargs="?", const="", help="each habit by itself, if it has these words"
+    )
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "std|var")  # of one row

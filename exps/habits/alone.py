@@ -29,28 +29,37 @@ def alone() -> Iterator[tuple[str, Example]]:
 def habits() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for part in PARTS:
         wholes = ((), (False, True, False)) if part.startswith(READING) else ((),)
-        yield f"part {part}", [
-            {"parts": ("linear", part, "linear"), "chunks": chunks, "whole": whole}
-            for chunks in (CHUNKS if part != "batch norm" else (1,))
-            for whole in wholes
-        ]
+        yield (
+            f"part {part}",
+            [
+                {"parts": ("linear", part, "linear"), "chunks": chunks, "whole": whole}
+                for chunks in (CHUNKS if part != "batch norm" else (1,))
+                for whole in wholes
+            ],
+        )
     for loss, each in LOSSES.items():
         tokens = 3 if each.tokens else 0
-        yield f"loss {loss}", [
-            {"loss": loss, "chunks": chunks, "returns": returns, "tokens": tokens}
-            for chunks in CHUNKS
-            for returns in (None, "loss")
-        ]
+        yield (
+            f"loss {loss}",
+            [
+                {"loss": loss, "chunks": chunks, "returns": returns, "tokens": tokens}
+                for chunks in CHUNKS
+                for returns in (None, "loss")
+            ],
+        )
     for change, needs in CHANGES.items():
-        yield f"change {change}", [
-            {
-                "change": change,
-                "parts": ("linear", needs.part or "linear", "linear"),
-                "loss": needs.loss or "squares",
-                "optimizer": needs.optimizer or "sgd",
-                "chunks": chunks,
-            }
-            for chunks in CHUNKS
-        ]
+        yield (
+            f"change {change}",
+            [
+                {
+                    "change": change,
+                    "parts": ("linear", needs.part or "linear", "linear"),
+                    "loss": needs.loss or "squares",
+                    "optimizer": needs.optimizer or "sgd",
+                    "chunks": chunks,
+                }
+                for chunks in CHUNKS
+            ],
+        )
     for optimizer in OPTIMIZERS:
         yield f"optimizer {optimizer}", [{"optimizer": optimizer, "chunks": chunks} for chunks in CHUNKS]

@@ -91,7 +91,9 @@ CHANGES: dict[str, Change] = {
     "class weights": Change(
         lambda s: setattr(s.loss, "weight", torch.tensor([2.0, 1.0, 0.5, 1.0]).double()), loss="options"
     ),
-    "class weights, written": Change(lambda s: s.loss.weight.mul_(torch.tensor([2.0, 1, 3, 1])), loss="weighted options"),
+    "class weights, written": Change(
+        lambda s: s.loss.weight.mul_(torch.tensor([2.0, 1, 3, 1])), loss="weighted options"
+    ),
     "reduction": Change(lambda s: setattr(s.loss, "reduction", "sum"), loss="options"),
     "a global": Change(lambda s: SETTINGS.update(smoothing=0.2), loss="settings"),
     "a global factor": Change(lambda s: SETTINGS.update(factor=2.0), loss="settings"),
@@ -112,12 +114,8 @@ CHANGES: dict[str, Change] = {
     "hook put on": Change(lambda s: s.model.last.register_forward_hook(lambda module, given, output: output * 2)),
     "gradient hook put on": Change(lambda s: s.model.last.weight.register_hook(lambda gradient: gradient * 2)),
     "weight norm put on": Change(lambda s: nn.utils.parametrizations.weight_norm(s.model.last)),
-    "clipped": Change(
-        lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 0.01), after_backward=True
-    ),
-    "clipped by value": Change(
-        lambda s: nn.utils.clip_grad_value_(s.model.parameters(), 0.001), after_backward=True
-    ),
+    "clipped": Change(lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 0.01), after_backward=True),
+    "clipped by value": Change(lambda s: nn.utils.clip_grad_value_(s.model.parameters(), 0.001), after_backward=True),
     "gradients edited": Change(edit_gradients, after_backward=True),
     "gradients of the model edited": Change(edit_model_gradients, after_backward=True),
     "gradients zeroed by the model": Change(lambda s: s.model.zero_grad(), after_backward=True),

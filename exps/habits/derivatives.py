@@ -79,13 +79,11 @@ DERIVATIVES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "inner step": inner_step,
 }
 PENALTIES: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "gradient penalty": lambda part, h, x: (
-        (grad(h.sum(), x, create_graph=True)[0].norm(2, dim=-1) - 1).square().mean()
-    ),
+    "gradient penalty": lambda part, h, x: (grad(h.sum(), x, create_graph=True)[0].norm(2, dim=-1) - 1).square().mean(),
     "second derivative": lambda part, h, x: second(part, h, x).square().mean(),
-    "gradient of its weight": lambda part, h, x: grad(
-        h.square().mean(), part.layer.weight, create_graph=True
-    )[0].square().sum(),
+    "gradient of its weight": lambda part, h, x: (
+        grad(h.square().mean(), part.layer.weight, create_graph=True)[0].square().sum()
+    ),
 }
 
 

@@ -56,7 +56,7 @@ class Example:
 
     @property
     def draws(self) -> bool:
-        return "dropout" in self.parts or "shuffled" in self.parts
+        return "dropout" in self.parts or "shuffled" in (*self.parts, self.loss)
 
     def model(self, dropout: bool) -> "Model":
         """The model, the same each time."""
@@ -66,8 +66,9 @@ class Example:
         for module in model.modules():
             if isinstance(module, nn.Dropout) and not dropout:
                 module.p = 0.0
-            if isinstance(module, parts.Shuffles):
-                module.draws = dropout
+        for each in (*model.parts, model.loss):
+            if hasattr(each, "draws"):
+                each.draws = dropout
         return model
 
     def batches(
@@ -116,114 +117,6 @@ class Example:
             step_timeout=60,
             **more,
         )
-
-
-ADDING = {"none": 0.0, "some": 0.3, "much": 0.7}
-PARTS = parts.PARTS | functions.PARTS | reaching.PARTS | derivatives.PARTS
-HABITS = tuple(name for name in PARTS if name not in HARMLESS)
-LOSSES = losses.LOSSES | MORE_LOSSES
-PLAIN_LOSSES = ("cross entropy", "module", "sum", "weights", "smoothed", "squares", "by hand", "missing are zero")
-
-
-@dataclass(frozen=True)
-class Example:
-    """All that decides an example's numbers. Its text, as `repr` gives it, makes it again."""
-
-    seed: int
-    parts: tuple[str, ...]  # linear layers come before the first and after the last
-    cuts: tuple[bool, ...]  # whether a stage ends after each part
-    loss: str
-    rows: tuple[int, ...]  # of each step
-    padding: tuple[str, ...]
-    chunks: int
-    whole: tuple[bool, ...] = ()  # which parts tracing does not look into
-    tokens: int = 0  # the length of sequences; 0 for rows without
-    returns: str | None = None  # how the model returns its loss; None if the loss is a function
-    reduction: str = "omitted"
-    schedule: str = "fill_drain"
-    config: str = "TRANSMIT"
-    single_loss: bool = False
-    checkpoint: str = "never"
-    replicas: int = 1
-    late_hooks: bool = False
-    example_given: bool = False
-    optimizer: str = "sgd"
-    change: str | None = None  # what the script does before the second step, or in it
-
-    @property
-    def loss_reduction(self) -> str | Callable[..., Any] | None:
-        fits = LOSSES[self.loss].fits
-        return fits if self.reduction == "fits" else REDUCTIONS[self.reduction]
-
-    @property
-    def draws(self) -> bool:
-        return "dropout" in self.parts or "shuffled" in self.parts
-
-    def model(self, dropout: bool) -> "Model":
-        """The model, the same each time."""
-        torch.manual_seed(self.seed)
-        SETTINGS.update(smoothing=0.0, factor=1.0)
-        model = (Model if self.returns is None else Returning)(self).double()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout) and not dropout:
-                module.p = 0.0
-            if isinstance(module, parts.Shuffles):
-                module.draws = dropout
-        return model
-
-    def batches(
-        self, padding: tuple[str, ...] | None = None, of_inputs: bool = True, apart: float = 1.0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs and targets of each step. Without ``of_inputs``, only targets are padded, as those of a prompt are.
-
-        ``apart``: how far inputs are from 0.
-        """
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        for rows, padded in zip(self.rows, padding or self.padding, strict=True):
-            shape = (rows, self.tokens) if self.tokens else (rows,)
-            x = apart * torch.randn(*shape, WIDTH, dtype=torch.float64, generator=generator)
-            drawn = torch.rand(shape, generator=generator)
-            keep = drawn >= PADDING[padded]
-            if self.tokens:  # padding is at the right
-                keep = keep.cummin(1).values
-            keep[0] = True
-            if LOSSES[self.loss].numbers:
-                target = torch.randn(shape, dtype=torch.float64, generator=generator).masked_fill(~keep, torch.nan)
-            else:
-                target = torch.randint(0, WIDTH, shape, generator=generator).masked_fill(~keep, IGNORED)
-            yield x * keep.unsqueeze(-1) if of_inputs else x, target
-
-    def pipe(self, model: "Model") -> Pipe:
-        """The model cut. Raises what pippy refuses."""
-        options: dict[str, Any] = {}
-        if self.returns is None:
-            options["loss_fn"] = model.loss_fn()
-        else:
-            options["output_loss_value_spec"] = {"loss": True, "dict": "loss", "tuple": 0}[self.returns]
-        if self.example_given:
-            options["example_args"] = next(self.batches())
-        return pipeline(model, multi_use_param_spec=MultiUseParameterConfig[self.config], tracer=KeepsWhole, **options)
-
-    def driver(self, pipe: Pipe, workers: Any, **more: Any) -> PipelineDriver:
-        return PipelineDriver(
-            pipe,
-            workers,
-            schedule=self.schedule,
-            loss_reduction=self.loss_reduction,
-            single_loss=self.single_loss,
-            checkpoint=self.checkpoint,
-            replicas=self.replicas,
-            keyed_random=7,
-            step_timeout=60,
-            **more,
-        )
-
-    def loss_fn(self) -> Callable[[Any, Any], Any]:
-        """The loss of what the model returns: its values, and its terms if it has some."""
-        function = LOSSES[self.loss].function
-        if not any(name in ADDING for name in self.parts):
-            return function
-        return lambda output, target: function(output[0], target) + output[1]
 
 
 ADDING = {name for name in PARTS if name.startswith(("term: ", "experts")) or name == "decay"}
@@ -279,7 +172,11 @@ class Model(nn.Module):
 
     def forward(self, x: Any) -> Any:
         if self.wants_gradient:
-            x = x.requires_grad_() if "grad: by the input, in place" in self.example.parts else x.detach().requires_grad_()
+            x = (
+                x.requires_grad_()
+                if "grad: by the input, in place" in self.example.parts
+                else x.detach().requires_grad_()
+            )
         h, terms = torch.tanh(self.first(x)), []
         for part, cut in zip(self.parts, self.example.cuts, strict=True):
             h = part(h, x)

@@ -1,9 +1,9 @@
 """Judges an example: are the numbers of three steps on workers those of the plain model, or is the step refused?
 
-What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, of rows with other
-padding, of rows whose targets alone are padded, or of rows that are further apart, by which experts are chosen otherwise. A warning is
-no refusal. To see that, the steps are run with the driver's check switched off. Dropout draws other numbers than in the plain model: numbers
-are compared without it.
+What the driver accepts must be equal; a warning beside wrong numbers does not make them right. What it refuses must be unequal
+on some batch: of the same rows, of rows with other padding, of rows whose targets alone are padded, or of rows that are further
+apart, by which experts are chosen otherwise. To see that, the steps are run with the driver's check switched off. Dropout draws
+other numbers than in the plain model: numbers are compared without it.
 """
 
 import re
@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from exps.habits.changes import CHANGES, OPTIMIZERS
 from exps.habits.example import Example, Model
 from pippy import Pipe, PippyWarning
+from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.base.errors import PippyError
 
 RATE = 0.01
+FAULTS = ("silently wrong", "false alarm", "changed by the check", "crash", "raw error")
 Rows = tuple[
     tuple[str, ...], bool, float
 ]  # padding of each step, whether inputs have it, too, and how far they are apart
@@ -43,7 +44,8 @@ class Numbers:
 @dataclass(frozen=True)
 class Verdict:
     """``kind`` is equal, refused, cannot run (a refusal whatever the check says), not run (nor by the plain model), or a fault:
-    false alarm, silently wrong, changed by the check, crash.
+    false alarm, silently wrong, changed by the check, crash (an error that is not pippy's), raw error (one that a worker met in
+    the user's code, where the plain model has none).
     """
 
     kind: str
@@ -51,7 +53,7 @@ class Verdict:
 
     @property
     def is_fault(self) -> bool:
-        return self.kind in ("silently wrong", "false alarm", "changed by the check", "crash")
+        return self.kind in FAULTS
 
     @property
     def reason(self) -> str:
@@ -88,7 +90,7 @@ def judge_with_dropout(on_workers: "OnWorkers", found: Numbers, expected: Number
     """
     wrong = first_difference(on_workers.numbers(dropout=False), expected)
     if wrong:
-        return Verdict("silently wrong", wrong)
+        return Verdict("silently wrong", f"accepted with random numbers, but without: {wrong}{warned(on_workers)}")
     if not first_difference(on_workers.numbers(dropout=False, check=False), expected):
         changed = first_difference(found, on_workers.numbers(dropout=True, check=False), exactly=True)
         if changed:
@@ -104,6 +106,8 @@ def judge_refusal(
     what = f"{type(error).__name__} in step {len(steps)}: {first_line(error)}"
     if not isinstance(error, PippyError):
         return Verdict("crash", what)
+    if isinstance(error, StepError) and "StageError: " in str(error):
+        return Verdict("raw error", f"{what.partition(':')[0]}: {str(error).splitlines()[1]}")
     before = first_difference(Numbers(steps), Numbers(expected.steps[: len(steps)]))
     if before and not example.draws:
         return Verdict("silently wrong", f"before the refusal ({first_line(error)}): {before}")
@@ -235,7 +239,9 @@ def loss_in(example: Example, result: Any) -> Any:
     return {"loss": lambda: result, "dict": lambda: result["loss"], "tuple": lambda: result[0]}[example.returns or ""]()
 
 
-def copied(loss: Tensor, gradients: dict[str, Tensor | None], state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def copied(
+    loss: Tensor, gradients: Mapping[str, Tensor | None], state: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
     """Copies of all numbers of a step, by what they are."""
     found: dict[str, Tensor | None] = {"the loss": loss}
     found |= {f"the gradient of {name}": each for name, each in gradients.items()}

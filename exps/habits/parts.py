@@ -35,8 +35,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "deviation as a value": lambda h: h + h.std(0).mean(),
     "six rows": lambda h: torch.cat([h[:6] * 2, h[6:]]),
     "six rows are enough": lambda h: h * 2 if h.shape[0] > 6 else h,
-    "six largest rows": lambda h: h * (norms(h) >= norms(h).topk(min(6, h.shape[0])).values.min()).view(
-        -1, *[1] * (h.dim() - 1)
+    "six largest rows": lambda h: (
+        h * (norms(h) >= norms(h).topk(min(6, h.shape[0])).values.min()).view(-1, *[1] * (h.dim() - 1))
     ),
 }
 MIXING = ("centred", "softmax over rows", "by the largest", "flipped", "cumulated", "first row")

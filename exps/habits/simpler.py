@@ -59,12 +59,13 @@ def changed(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
 def is_possible(example: Example) -> bool:
     """Whether the loss takes such values, and the script finds what it changes."""
     needs = CHANGES[example.change] if example.change else None
-    return LOSSES[example.loss].tokens in (None, bool(example.tokens)) and (
-        needs is None
-        or (needs.part is None or needs.part in example.parts)
-        and needs.loss in (None, example.loss)
-        and needs.optimizer in (None, example.optimizer)
-    )
+    if LOSSES[example.loss].tokens not in (None, bool(example.tokens)):
+        return False
+    if example.change is None:
+        return True
+    needs = CHANGES[example.change]
+    found = ((needs.part, example.parts), (needs.loss, (example.loss,)), (needs.optimizer, (example.optimizer,)))
+    return all(need is None or need in given for need, given in found)
 
 
 def simplest(example: Example, still: Callable[[Example], bool]) -> Example:
