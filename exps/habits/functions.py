@@ -23,7 +23,7 @@ class Square(torch.autograd.Function):
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         (x,) = ctx.saved_tensors
         return 3 * x * gradient
 
@@ -32,7 +32,7 @@ class SetsUp(torch.autograd.Function):
     """Has a `setup_context` of its own."""
 
     @staticmethod
-    def forward(x: Any, factor: float) -> Any:  # type: ignore[override]
+    def forward(x: Any, factor: float) -> Any:
         return x * factor
 
     @staticmethod
@@ -40,7 +40,7 @@ class SetsUp(torch.autograd.Function):
         _, ctx.factor = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return gradient * ctx.factor * 1.5, None
 
 
@@ -64,7 +64,7 @@ class Multiply(torch.autograd.Function):
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         x, weight = ctx.saved_tensors
         return gradient @ weight.t(), 2 * x.flatten(0, -2).t() @ gradient.flatten(0, -2)
 
@@ -77,7 +77,7 @@ class ClampOnly(torch.autograd.Function):
         return x.round(decimals=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return gradient
 
 
@@ -89,7 +89,7 @@ class Reverse(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return gradient.neg()
 
 
@@ -103,7 +103,7 @@ class Both(torch.autograd.Function):
         return x * 2, signs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
         return gradient * 3
 
 
@@ -146,7 +146,7 @@ def made_inside(h: Any) -> Any:
             return x * 2
 
         @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: Any) -> Any:
             return gradient * 3
 
     return Inside.apply(h)

@@ -32,7 +32,7 @@ def decayed_by_list(model: Any) -> Callable[[Any, Any], Any]:
 
 
 def decayed_by_default(model: Any) -> Callable[[Any, Any], Any]:
-    return lambda h, t, weight=model.first.weight: entropy(h, t) + 0.01 * weight.abs().sum()
+    return lambda h, t, weight=model.first.weight: entropy(h, t) + 0.01 * weight.abs().sum()  # type: ignore[misc]
 
 
 def tied(model: Any) -> Callable[[Any, Any], Any]:

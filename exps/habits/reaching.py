@@ -61,7 +61,7 @@ def by_weak_reference(model: Any) -> Callable[[], Any]:
 # How a layer reads the weight, of the model.
 READ: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "closure": lambda model: lambda: model.first.weight,
-    "weight itself": lambda model: lambda weight=model.first.weight: weight,
+    "weight itself": lambda model: lambda weight=model.first.weight: weight,  # type: ignore[misc]
     "object": Parent,
     "bound method": lambda model: Parent(model).__call__,
     "global": by_global,
