@@ -15,7 +15,7 @@ A model is a list of parts (exps/habits/parts.py): layers that mix rows, keep bu
 term to the loss from their own stage. Its loss (exps/habits/losses.py) is a function or what the model returns; its batches
 have padding in some steps. How it is cut, the schedule, the number of micro-batches and what is said of the loss are drawn,
 too.
-Workers are threads of this process. What an example is judged by: exps/habits/judge.py.
+Workers are threads of this process, or with ``--processes`` processes. What an example is judged by: exps/habits/judge.py.
 
 The status is 1 if a step was silently wrong, refused without reason, or crashed.
 """
@@ -25,6 +25,8 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,12 +34,13 @@ from exps.habits.alone import alone
 from exps.habits.example import Example, draw
 from exps.habits.judge import Verdict, judge
 from exps.habits.simpler import simplest
+from pippy import cluster
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
 
-def judged(name: str, example: Example, simplify: bool) -> Verdict:
+def judged(name: str, example: Example, simplify: bool, opened: Callable[[int], Any]) -> Verdict:
     """The verdict on an example; says what is wrong."""
-    with one_draws_at_a_time(), thread_cluster(3) as workers:
+    with one_draws_at_a_time(), opened(3) as workers:
         verdict = judge(example, workers)
         if verdict.is_fault:
             print(f"{name}: {verdict}\n  {example}", flush=True)
@@ -55,6 +58,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--alone", metavar="WORDS", nargs="?", const="", help="each habit by itself, if it has these words"
     )
+    parser.add_argument("--processes", action="store_true", help="workers are processes, not threads")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "std|var")  # of one row
@@ -63,7 +67,10 @@ def main(arguments: list[str]) -> int:
         examples = {f"seed {seed}": draw(seed) for seed in range(chosen.seed, chosen.seed + chosen.count)}
     else:
         examples = {f"{name} ({number})": each for number, (name, each) in enumerate(alone()) if chosen.alone in name}
-    verdicts = {name: judged(name, each, chosen.simplify) for name, each in examples.items()}
+    verdicts = {
+        name: judged(name, each, chosen.simplify, cluster if chosen.processes else thread_cluster)
+        for name, each in examples.items()
+    }
     print(f"\n{len(examples)} examples in {time.monotonic() - began:.0f} s:")
     for kind, count in Counter(each.kind for each in verdicts.values()).most_common():
         print(f"{count:6} {kind}")

@@ -1,6 +1,6 @@
 """What a script does between two steps: it changes an option, writes a buffer, replaces a layer, clips gradients."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,6 @@ class Change:
 
 def part_of(script: Any, kind: str) -> Any:
     return next(part for part in script.model.parts if type(part).__name__ == kind)
-
-
-def set_attribute(of: Callable[[Any], Any], name: str, value: Callable[[], Any]) -> Callable[[Any], None]:
-    return lambda script: setattr(of(script), name, value())
 
 
 @torch.no_grad()
@@ -70,9 +66,8 @@ def edit_model_gradients(script: Any) -> None:
             parameter.grad *= 0.5
 
 
-def count_up(optimizer: Any, parameters: Iterable[Any]) -> None:
-    """A state is written in the middle of training."""
-    for state in optimizer.state.values():
+def write_state(script: Any) -> None:
+    for state in script.optimizer.state.values():
         state["momentum_buffer"].zero_()
 
 
@@ -98,7 +93,7 @@ CHANGES: dict[str, Change] = {
     "a global": Change(lambda s: SETTINGS.update(smoothing=0.2), loss="settings"),
     "a global factor": Change(lambda s: SETTINGS.update(factor=2.0), loss="settings"),
     "scale": Change(lambda s: setattr(part_of(s, "Scales"), "scale", 2.0), part="scaled"),
-    "dropout": Change(lambda s: setattr(part_of(s, "Drops").layer, "p", 1.0), part="dropped"),
+    "dropout": Change(lambda s: setattr(part_of(s, "Drops").layer, "p", 0.0), part="dropped"),
     "dropout, part in eval": Change(lambda s: part_of(s, "Drops").eval(), part="dropped"),
     "buffer written": Change(write_buffer, part="offset"),
     "buffer assigned": Change(
@@ -120,7 +115,7 @@ CHANGES: dict[str, Change] = {
     "gradients of the model edited": Change(edit_model_gradients, after_backward=True),
     "gradients zeroed by the model": Change(lambda s: s.model.zero_grad(), after_backward=True),
     "state cleared": Change(lambda s: s.optimizer.state.clear(), optimizer="momentum"),
-    "state written": Change(lambda s: count_up(s.optimizer, s.model.parameters()), optimizer="momentum"),
+    "state written": Change(write_state, optimizer="momentum"),
     "rate": Change(set_rate),
     "scaled rates": Change(change_scales, optimizer="scaled"),
     "weights of a part": Change(lambda s: nn.init.eye_(s.model.last.weight)),

@@ -45,7 +45,7 @@ class Example:
     checkpoint: str = "never"
     replicas: int = 1
     late_hooks: bool = False
-    example_given: bool = False
+    example_given: bool = False  # an example of one micro-batch
     optimizer: str = "sgd"
     change: str | None = None  # what the script does before the second step, or in it
 
@@ -63,10 +63,9 @@ class Example:
         torch.manual_seed(self.seed)
         SETTINGS.update(smoothing=0.0, factor=1.0)
         model = (Model if self.returns is None else Returning)(self).double()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout) and not dropout:
-                module.p = 0.0
         for each in (*model.parts, model.loss):
+            if isinstance(each, parts.Dropout) and not dropout:
+                each.layer.p = 0.0
             if hasattr(each, "draws"):
                 each.draws = dropout
         return model
@@ -101,7 +100,7 @@ class Example:
         else:
             options["output_loss_value_spec"] = {"loss": True, "dict": "loss", "tuple": 0}[self.returns]
         if self.example_given:
-            options["example_args"] = next(self.batches())
+            options["example_args"] = [each[: max(1, self.rows[0] // self.chunks)] for each in next(self.batches())]
         return pipeline(model, multi_use_param_spec=MultiUseParameterConfig[self.config], tracer=KeepsWhole, **options)
 
     def driver(self, pipe: Pipe, workers: Any, **more: Any) -> PipelineDriver:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from exps.habits.changes import CHANGES, OPTIMIZERS
 from exps.habits.example import Example, Model
-from pippy import Pipe, PippyWarning
-from pippy.drivers.base.errors import StepError
+from pippy import Pipe, PippyWarning, errors
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.base.errors import PippyError
 
@@ -106,8 +105,8 @@ def judge_refusal(
     what = f"{type(error).__name__} in step {len(steps)}: {first_line(error)}"
     if not isinstance(error, PippyError):
         return Verdict("crash", what)
-    if isinstance(error, StepError) and "StageError: " in str(error):
-        return Verdict("raw error", f"{what.partition(':')[0]}: {str(error).splitlines()[1]}")
+    if raw := raw_error(error):
+        return Verdict("raw error", f"in step {len(steps)}: {raw}")
     before = first_difference(Numbers(steps), Numbers(expected.steps[: len(steps)]))
     if before and not example.draws:
         return Verdict("silently wrong", f"before the refusal ({first_line(error)}): {before}")
@@ -121,6 +120,13 @@ def judge_refusal(
         if other.error is None and first_difference(on_workers.numbers(dropout=False, rows=rows, check=False), other):
             return Verdict("refused", what)
     return Verdict("false alarm", what)
+
+
+def raw_error(error: PippyError) -> str:
+    """What a worker met in the user's code; "" if that is a refusal of pippy's, as a guard's is."""
+    found = re.search(r"StageError: \w+ of \w+ failed: (\w+): .*", str(error))
+    refused = found is None or (found[1] != "StageError" and hasattr(errors, found[1]))
+    return "" if found is None or refused else found[0]
 
 
 def plain_numbers(example: Example, rows: Rows | None = None) -> Numbers:

@@ -231,11 +231,11 @@ class Scales(nn.Module):
 
 
 class Drops(nn.Module):
-    """Nothing, until the script raises the probability to 1."""
+    """Drops all of a copy, until the script lowers the probability to 0, or switches it off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Dropout(0.0)
+        self.layer = nn.Dropout(1.0)
 
     def forward(self, h: Any, x: Any) -> Any:
         return 0.5 * h + self.layer(h)

@@ -1,4 +1,4 @@
-"""Translation by a network with attention, as in PyTorch's tutorial: an encoder and a decoder, with and without teacher forcing."""
+"""Translation by a network with attention, as in PyTorch's tutorial: encoder, decoder, with and without teacher forcing."""
 
 import pytest
 import torch
