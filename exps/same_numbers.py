@@ -1,20 +1,21 @@
-"""Are three steps on workers those of the plain model, or refused? Models at random, with every habit that mixes micro-batches.
+"""Are three steps on workers those of the plain model, or refused? Models at random, with every habit that makes steps differ.
 
 Command: ``python -m exps.same_numbers --count 2000 --seed 1``. ``--seed 7 --count 1`` repeats one; ``--simplify`` makes what is
 wrong as simple as it can be. ``--alone`` takes each habit by itself, ``--alone function`` those with this word.
 
-Finding: before steps checked themselves, 41 of 100 (seeds 300 to 399) were silently wrong. Of 3,000 now (seeds 1 to 3000, 26
-minutes on two cores), 1,570 are refused, 1,340 equal, 89 cannot run (hooks added after the driver was made, a single loss of
-values without rows), and none is silently wrong. One, 1872, is refused without need: its rows are all alike, so its experts
-choose alike for whatever rows, which rows that are tried cannot show.
-What earlier runs found wrong, and is mended or refused since: rows that showed too little (all padding, labels alike, agreement
-by chance); targets of -100 in a loss that counts them; experts that chose alike for all tried rows (1649); a count by which one
-micro-batch held nothing (778); and a generator of the process that two workers, threads of one process, drew from by turns.
+Finding: before steps checked themselves, 41 of 100 models were silently wrong. Of 3,000 with a check by a few rows, 1,570 were
+refused, 1,340 equal, 89 could not run, and none was silently wrong, as long as the habits were those of layers and losses
+(rows that mix, buffers, hooks, shared parameters, terms of the loss, padding). With the habits of scripts (custom functions by
+any name, references to other layers, derivatives, numbers of rows, changes between steps), of 1,000 (seeds 1001 to 2000, 27
+minutes beside other work) 281 were silently wrong, 58 failed on a worker, 6 crashed, 2 were refused without need, 431 were
+refused, 222 equal. ``--alone`` names them: 68 habits of 204 were wrong.
+What a check by a few rows cannot show: rows that are all alike, so that experts choose alike for whatever rows (1688).
 
-A model is a list of parts (exps/habits/parts.py): layers that mix rows, keep buffers, have hooks, share parameters, or add a
-term to the loss from their own stage. Its loss (exps/habits/losses.py) is a function or what the model returns; its batches
-have padding in some steps. How it is cut, the schedule, the number of micro-batches and what is said of the loss are drawn,
-too.
+A model is a list of parts: layers that mix rows, keep buffers, have hooks, share parameters, or add a term to the loss from
+their own stage (exps/habits/parts.py), call custom functions (functions.py), read other layers' parameters (reaching.py), or
+differentiate (derivatives.py). Its loss (losses.py, more_losses.py) is a function or what the model returns; its batches have
+padding in some steps, and the script may change something between two steps (changes.py). How the model is cut, the schedule,
+the number of micro-batches and what is said of the loss are drawn, too.
 Workers are threads of this process, or with ``--processes`` processes. What an example is judged by: exps/habits/judge.py.
 
 The status is 1 if a step was silently wrong, refused without reason, or crashed.

@@ -17,7 +17,7 @@ BASE = Example(
     chunks=3,
 )
 CHUNKS = (1, 3)
-READING = ("reads: ", "hook reads: ", "function: ")  # which may be kept whole
+READING = ("reads: ", "hook reads: ", "function: ", "term: decay of", "grad: ")  # which may be kept whole
 
 
 def alone() -> Iterator[tuple[str, Example]]:
@@ -28,38 +28,37 @@ def alone() -> Iterator[tuple[str, Example]]:
 
 def habits() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for part in PARTS:
-        wholes = ((), (False, True, False)) if part.startswith(READING) else ((),)
-        yield (
-            f"part {part}",
-            [
-                {"parts": ("linear", part, "linear"), "chunks": chunks, "whole": whole}
-                for chunks in (CHUNKS if part != "batch norm" else (1,))
-                for whole in wholes
-            ],
-        )
-    for loss, each in LOSSES.items():
-        tokens = 3 if each.tokens else 0
-        yield (
-            f"loss {loss}",
-            [
-                {"loss": loss, "chunks": chunks, "returns": returns, "tokens": tokens}
-                for chunks in CHUNKS
-                for returns in (None, "loss")
-            ],
-        )
-    for change, needs in CHANGES.items():
-        yield (
-            f"change {change}",
-            [
-                {
-                    "change": change,
-                    "parts": ("linear", needs.part or "linear", "linear"),
-                    "loss": needs.loss or "squares",
-                    "optimizer": needs.optimizer or "sgd",
-                    "chunks": chunks,
-                }
-                for chunks in CHUNKS
-            ],
-        )
+        yield f"part {part}", list(of_part(part))
+    for loss in LOSSES:
+        yield f"loss {loss}", list(of_loss(loss))
+    for change in CHANGES:
+        yield f"change {change}", list(of_change(change))
     for optimizer in OPTIMIZERS:
         yield f"optimizer {optimizer}", [{"optimizer": optimizer, "chunks": chunks} for chunks in CHUNKS]
+
+
+def of_part(part: str) -> Iterator[dict[str, Any]]:
+    for chunks in CHUNKS if part != "batch norm" else (1,):
+        for whole in (False, True) if part.startswith(READING) else (False,):
+            yield {"parts": ("linear", part, "linear"), "chunks": chunks, "whole": (False, whole, False)}
+
+
+def of_loss(loss: str) -> Iterator[dict[str, Any]]:
+    tokens = 3 if LOSSES[loss].tokens else 0
+    for chunks in CHUNKS:
+        for returns in (None, "loss"):
+            for given in (False, True) if chunks > 1 else (False,):
+                yield {"loss": loss, "chunks": chunks, "returns": returns, "tokens": tokens, "example_given": given}
+
+
+def of_change(change: str) -> Iterator[dict[str, Any]]:
+    needs = CHANGES[change]
+    changed = {
+        "change": change,
+        "parts": ("linear", needs.part or "linear", "linear"),
+        "loss": needs.loss or "squares",
+        "optimizer": needs.optimizer or "sgd",
+    }
+    for chunks in CHUNKS:
+        for returns in (None, "loss") if needs.loss else (None,):
+            yield {**changed, "chunks": chunks, "returns": returns}

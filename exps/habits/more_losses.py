@@ -142,7 +142,7 @@ def weakly_supervised(h: Any, target: Any) -> Any:
 
 def confident(h: Any, target: Any) -> Any:
     """A mean over the rows of which the model is sure."""
-    keep = (8 * h.detach()).softmax(-1).amax(-1) > 0.4
+    keep = (8 * h.detach()).softmax(-1).amax(-1) > 0.53
     return h[keep].logsumexp(-1).mean()
 
 

@@ -31,6 +31,7 @@ KNOWN: dict[int, str] = {  # the habits, of this seed's example, that are not me
     127: "part hook reads: afterwards; change clipped; optimizer by place",
     129: "part grad: by the input",
     139: "part grad: by the input, in place",
+    198: "part six rows are enough",
     235: "part reads: detached; change state written",
     241: "part reads: by name; optimizer by place",
     259: "part six rows; change parameter written",
