@@ -1,24 +1,27 @@
 """Judges an example: are the numbers of three steps on workers those of the plain model, or is the step refused?
 
-What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, of rows with other
-padding, of rows whose targets alone are padded, or of rows that are further apart, by which experts are chosen otherwise. To
-see that, the steps are run with the driver's check switched off. Dropout draws other numbers than in the plain model: numbers
-are compared without it.
+What the driver accepts must be equal; a warning beside wrong numbers does not make them right. What it refuses must be unequal
+on some batch: of the same rows, of rows with other padding, of rows whose targets alone are padded, or of rows that are further
+apart, by which experts are chosen otherwise. To see that, the steps are run with the driver's check switched off. Dropout draws
+other numbers than in the plain model: numbers are compared without it.
 """
 
 import re
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from exps.habits.changes import CHANGES, OPTIMIZERS
 from exps.habits.example import Example, Model
-from pippy import Pipe
+from pippy import Pipe, PippyWarning, errors
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.base.errors import PippyError
 
 RATE = 0.01
+FAULTS = ("silently wrong", "false alarm", "changed by the check", "crash", "raw error")
 Rows = tuple[
     tuple[str, ...], bool, float
 ]  # padding of each step, whether inputs have it, too, and how far they are apart
@@ -40,7 +43,8 @@ class Numbers:
 @dataclass(frozen=True)
 class Verdict:
     """``kind`` is equal, refused, cannot run (a refusal whatever the check says), not run (nor by the plain model), or a fault:
-    false alarm, silently wrong, changed by the check, crash.
+    false alarm, silently wrong, changed by the check, crash (an error that is not pippy's), raw error (one that a worker met in
+    the user's code, where the plain model has none).
     """
 
     kind: str
@@ -48,7 +52,7 @@ class Verdict:
 
     @property
     def is_fault(self) -> bool:
-        return self.kind in ("silently wrong", "false alarm", "changed by the check", "crash")
+        return self.kind in FAULTS
 
     @property
     def reason(self) -> str:
@@ -70,8 +74,13 @@ def judge(example: Example, workers: Any) -> Verdict:
         return judge_refusal(on_workers, found.error, found.steps, expected)
     if not example.draws:
         wrong = first_difference(found, expected)
-        return Verdict("silently wrong", wrong) if wrong else Verdict("equal")
+        return Verdict("silently wrong", wrong + warned(on_workers)) if wrong else Verdict("equal")
     return judge_with_dropout(on_workers, found, expected)
+
+
+def warned(on_workers: "OnWorkers") -> str:
+    """A warning does not make wrong numbers right: it is said beside them."""
+    return "".join(f"; a warning said: {text}" for text in dict.fromkeys(on_workers.warned))
 
 
 def judge_with_dropout(on_workers: "OnWorkers", found: Numbers, expected: Numbers) -> Verdict:
@@ -80,7 +89,7 @@ def judge_with_dropout(on_workers: "OnWorkers", found: Numbers, expected: Number
     """
     wrong = first_difference(on_workers.numbers(dropout=False), expected)
     if wrong:
-        return Verdict("silently wrong", wrong)
+        return Verdict("silently wrong", f"accepted with random numbers, but without: {wrong}{warned(on_workers)}")
     if not first_difference(on_workers.numbers(dropout=False, check=False), expected):
         changed = first_difference(found, on_workers.numbers(dropout=True, check=False), exactly=True)
         if changed:
@@ -96,9 +105,11 @@ def judge_refusal(
     what = f"{type(error).__name__} in step {len(steps)}: {first_line(error)}"
     if not isinstance(error, PippyError):
         return Verdict("crash", what)
+    if raw := raw_error(error):
+        return Verdict("raw error", f"in step {len(steps)}: {raw}")
     before = first_difference(Numbers(steps), Numbers(expected.steps[: len(steps)]))
     if before and not example.draws:
-        return Verdict("silently wrong", f"before the refusal: {before}")
+        return Verdict("silently wrong", f"before the refusal ({first_line(error)}): {before}")
     found = on_workers.numbers(dropout=False, check=False)
     if found.error is not None:
         return Verdict("cannot run", what)
@@ -111,72 +122,132 @@ def judge_refusal(
     return Verdict("false alarm", what)
 
 
+def raw_error(error: PippyError) -> str:
+    """What a worker met in the user's code; "" if that is a refusal of pippy's, as a guard's is."""
+    found = re.search(r"StageError: \w+ of \w+ failed: (\w+): .*", str(error))
+    refused = found is None or (found[1] != "StageError" and hasattr(errors, found[1]))
+    return "" if found is None or refused else found[0]
+
+
 def plain_numbers(example: Example, rows: Rows | None = None) -> Numbers:
     """Three steps of the plain model, without dropout."""
     model, numbers = example.model(dropout=False), Numbers()
     if example.late_hooks:
         model.put_on_hooks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for x, target in example.batches(*(rows or ())):
-        try:
-            result = model(x) if example.returns is None else model(x, target)
-            loss = example.loss_fn()(result, target) if example.returns is None else loss_in(example, result)
-            loss.backward()
-        except RuntimeError as error:
-            numbers.error = error
-            break
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        numbers.steps.append(copied(loss, gradients, model.state_dict()))
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = made_optimizer(example, lambda cls, **options: cls(model.parameters(), **options))
+    run_steps(example, Script(model, optimizer), rows, numbers)
     return numbers
 
 
+def made_optimizer(example: Example, make: Callable[..., Any]) -> Any:
+    cls, options = OPTIMIZERS[example.optimizer]
+    return make(cls, lr=RATE, **options)
+
+
+@dataclass
+class Script:
+    """What a script holds, which trains the plain model."""
+
+    model: Model
+    optimizer: Any
+
+    @property
+    def loss(self) -> Any:
+        return self.model.loss
+
+    def step(self, example: Example, x: Tensor, target: Tensor) -> Tensor:
+        """The loss of a forward and a backward."""
+        result = self.model(x) if example.returns is None else self.model(x, target)
+        loss = self.model.loss_fn()(result, target) if example.returns is None else loss_in(example, result)
+        loss.backward()
+        return loss
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+
+@dataclass
+class ScriptWithDriver(Script):
+    """What a script holds, which trains the model on workers."""
+
+    driver: PipelineDriver
+
+    def step(self, example: Example, x: Tensor, target: Tensor) -> Tensor:
+        result = self.driver.run(example.chunks, x, target)
+        return result if example.returns is None else loss_in(example, result)
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        return self.driver.gradients()
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.driver.state_dict()
+
+
 class OnWorkers:
-    """An example on a cluster; its model is cut once, with dropout and without."""
+    """An example on a cluster; its model is cut once, with dropout and without, unless the script changes the model."""
 
     def __init__(self, example: Example, workers: Any) -> None:
         self.example, self.workers = example, workers
         self.models: dict[bool, Model] = {}
         self.pipes: dict[bool, Pipe] = {}
+        self.warned: list[str] = []
 
     def numbers(self, dropout: bool, rows: Rows | None = None, **options: Any) -> Numbers:
         """Three steps of a driver."""
         numbers, driver = Numbers(), None
         dropout = dropout and self.example.draws
-        try:
-            if dropout not in self.pipes:
-                self.models[dropout] = self.example.model(dropout)
-                self.pipes[dropout] = self.example.pipe(self.models[dropout])
-            elif self.example.late_hooks:
-                self.models[dropout].take_off_hooks()
-            driver = self.example.driver(self.pipes[dropout], self.workers, **options)
-            if self.example.late_hooks:
-                self.models[dropout].put_on_hooks()
-            run_steps(self.example, driver, rows, numbers)
-        except Exception as error:
-            numbers.error = error
-        finally:
-            if driver is not None:
-                driver.close()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", PippyWarning)
+            try:
+                self.cut(dropout)
+                driver = self.example.driver(self.pipes[dropout], self.workers, **options)
+                if self.example.late_hooks:
+                    self.models[dropout].put_on_hooks()
+                optimizer = made_optimizer(self.example, driver.instantiate_optimizer)
+                run_steps(self.example, ScriptWithDriver(self.models[dropout], optimizer, driver), rows, numbers)
+            except Exception as error:
+                numbers.error = error
+            finally:
+                if driver is not None:
+                    driver.close()
+        self.warned += [first_line(each.message) for each in warned if issubclass(each.category, PippyWarning)]
         return numbers
 
+    def cut(self, dropout: bool) -> None:
+        if dropout not in self.pipes or self.example.change is not None:
+            self.models[dropout] = self.example.model(dropout)
+            self.pipes[dropout] = self.example.pipe(self.models[dropout])
+        elif self.example.late_hooks:
+            self.models[dropout].take_off_hooks()
 
-def run_steps(example: Example, driver: PipelineDriver, rows: Rows | None, numbers: Numbers) -> None:
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=RATE)
-    for x, target in example.batches(*(rows or ())):
-        result = driver.run(example.chunks, x, target)
-        loss = result if example.returns is None else loss_in(example, result)
-        numbers.steps.append(copied(loss, driver.gradients(), driver.state_dict()))
-        optimizer.step()
-        optimizer.zero_grad()
+
+def run_steps(example: Example, script: Script, rows: Rows | None, numbers: Numbers) -> None:
+    """Three steps, and what the script changes in between; what a step raises ends them."""
+    change = CHANGES[example.change] if example.change else None
+    try:
+        for number, (x, target) in enumerate(example.batches(*(rows or ()))):
+            if change and number == 1 and not change.after_backward:
+                change.act(script)
+            loss = script.step(example, x, target)
+            if change and number == 1 and change.after_backward:
+                change.act(script)
+            numbers.steps.append(copied(loss, script.gradients(), script.state()))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    except Exception as error:
+        numbers.error = error
 
 
 def loss_in(example: Example, result: Any) -> Any:
     return {"loss": lambda: result, "dict": lambda: result["loss"], "tuple": lambda: result[0]}[example.returns or ""]()
 
 
-def copied(loss: Tensor, gradients: dict[str, Tensor | None], state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def copied(
+    loss: Tensor, gradients: Mapping[str, Tensor | None], state: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
     """Copies of all numbers of a step, by what they are."""
     found: dict[str, Tensor | None] = {"the loss": loss}
     found |= {f"the gradient of {name}": each for name, each in gradients.items()}

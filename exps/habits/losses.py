@@ -20,6 +20,11 @@ class Loss:
     fits: str | Callable[..., Any] | None = None
     numbers: bool = False  # whether targets are numbers, where nan is padding, and not classes
     tokens: bool | None = None  # whether it is for sequences: True, False, or both
+    of_model: Callable[[Any], Callable[[Any, Any], Any]] | None = None  # makes the function, of the model that it reads
+
+    def made(self, model: Any) -> Callable[[Any, Any], Any]:
+        """The loss of one script: a new object, so that what a script changes in it does not outlive the script."""
+        return self.function if self.of_model is None else self.of_model(model)
 
 
 def flat(h: Any, target: Any) -> tuple[Any, Any]:

@@ -13,6 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 WIDTH = 4
 
+
+def norms(h: Any) -> Any:
+    """One for each row."""
+    return h.flatten(1).norm(dim=1)
+
+
 # What is computed of the values, without parameters.
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "tanh": torch.tanh,
@@ -25,6 +31,13 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "cumulated": lambda h: h + 0.1 * h.cumsum(0),
     "first row": lambda h: h - h[:1],
     "constant rows": lambda h: h + torch.ones_like(h).mean(0),
+    "by deviation": lambda h: h / (h.std(0) + 1),
+    "deviation as a value": lambda h: h + h.std(0).mean(),
+    "six rows": lambda h: torch.cat([h[:6] * 2, h[6:]]),
+    "six rows are enough": lambda h: h * 2 if h.shape[0] > 6 else h,
+    "six largest rows": lambda h: (
+        h * (norms(h) >= norms(h).topk(min(6, h.shape[0])).values.min()).view(-1, *[1] * (h.dim() - 1))
+    ),
 }
 MIXING = ("centred", "softmax over rows", "by the largest", "flipped", "cumulated", "first row")
 
@@ -42,6 +55,9 @@ TERMS: dict[str, Callable[[Any, Any], Any]] = {
     "root of a mean": lambda h, x: 0.1 * (h.square().mean() + 1).sqrt(),
     "masked mean": lambda h, x: 0.1 * (h.square().mean(-1) * kept(x)).sum() / kept(x).sum(),
     "selected mean": lambda h, x: 0.1 * h[kept(x)].square().mean(),
+    "confident": lambda h, x: 0.1 * h[(h.detach() > 0.9).any(-1)].square().sum() / h.shape[0],
+    "mean of the confident": lambda h, x: 0.1 * h[h.detach().softmax(-1).amax(-1) > 0.3].square().mean(),
+    "six rows": lambda h, x: 0.1 * h[:6].square().mean(),
     "deviation": lambda h, x: 0.1 * h.var(0).mean(),
     "largest": lambda h, x: 0.1 * h.abs().max(),
 }
@@ -192,6 +208,51 @@ class LayerNorm(nn.Module):
         return self.layer(h)
 
 
+class Shuffles(nn.Module):
+    """Mixes rows by a random permutation; where numbers are compared, by one that is the same each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = True
+
+    def forward(self, h: Any, x: Any) -> Any:
+        return h + 0.1 * (h[torch.randperm(h.shape[0])] if self.draws else h.roll(1, 0))
+
+
+class Scales(nn.Module):
+    """By a number, which the script may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, h: Any, x: Any) -> Any:
+        return h * self.scale
+
+
+class Drops(nn.Module):
+    """Drops all of a copy, until the script lowers the probability to 0, or switches it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Dropout(1.0)
+
+    def forward(self, h: Any, x: Any) -> Any:
+        return 0.5 * h + self.layer(h)
+
+
+class Offsets(nn.Module):
+    """By a buffer, which the script may write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset: Tensor
+        self.register_buffer("offset", torch.zeros(WIDTH))
+
+    def forward(self, h: Any, x: Any) -> Any:
+        return h + self.offset
+
+
 class Spectral(nn.Module):
     def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -278,6 +339,10 @@ PARTS: dict[str, Callable[[nn.Parameter], nn.Module]] = {
     "frozen": lambda _: Frozen(),
     "dropout": lambda _: Dropout(),
     "layer norm": lambda _: LayerNorm(),
+    "scaled": lambda _: Scales(),
+    "dropped": lambda _: Drops(),
+    "offset": lambda _: Offsets(),
+    "shuffled": lambda _: Shuffles(),
     "decay": lambda _: Decays(),
     "batch norm": lambda _: Normalizes(),
     "experts": lambda _: Experts(0.1),
@@ -301,5 +366,8 @@ HARMLESS = (
     "dropout",
     "layer norm",
     "decay",
+    "scaled",
+    "dropped",
+    "offset",
 )
 HABITS = tuple(name for name in PARTS if name not in HARMLESS)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from exps.habits.example import Example
-from exps.habits.losses import LOSSES
+from exps.habits.changes import CHANGES
+from exps.habits.example import LOSSES, Example
 
 SIMPLEST: dict[str, Any] = {
+    "change": None,
+    "optimizer": "sgd",
     "replicas": 1,
     "checkpoint": "never",
     "single_loss": False,
@@ -55,7 +57,15 @@ def changed(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
 
 
 def is_possible(example: Example) -> bool:
-    return LOSSES[example.loss].tokens in (None, bool(example.tokens))
+    """Whether the loss takes such values, and the script finds what it changes."""
+    needs = CHANGES[example.change] if example.change else None
+    if LOSSES[example.loss].tokens not in (None, bool(example.tokens)):
+        return False
+    if example.change is None:
+        return True
+    needs = CHANGES[example.change]
+    found = ((needs.part, example.parts), (needs.loss, (example.loss,)), (needs.optimizer, (example.optimizer,)))
+    return all(need is None or need in given for need, given in found)
 
 
 def simplest(example: Example, still: Callable[[Example], bool]) -> Example:

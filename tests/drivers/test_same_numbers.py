@@ -1,4 +1,9 @@
-"""Models at random, with every habit that mixes micro-batches: three steps are those of the plain model, or are refused."""
+"""Models at random, with every habit that mixes micro-batches or hides what a step depends on: three steps are those of the
+plain model, or are refused.
+
+A seed of ``KNOWN`` is an example with a fault that is not mended yet. The test of such a seed fails as soon as the fault is
+gone: then its row is taken out.
+"""
 
 import gc
 from dataclasses import asdict
@@ -10,6 +15,50 @@ from exps.habits.example import draw
 from exps.habits.judge import judge
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
+KNOWN: dict[int, str] = {  # the habits, of this seed's example, that are not mended yet
+    40: "loss penalized by the first",
+    48: "change weights of a part",
+    57: "loss running: what a loss that is an object keeps is not put back after the first step's check",
+    95: "part reads: global; part term: gradient penalty; optimizer by place",
+    107: "part term: gradient penalty; optimizer by place",
+    109: "loss custom function; change dropout",
+    112: "part reads: weight itself; loss tied; optimizer scaled",
+    129: "part grad: by the input",
+    139: "part grad: by the input, in place",
+    235: "part reads: detached; change state written",
+    241: "part reads: by name; optimizer by place",
+    259: "part six rows; change parameter written",
+    336: "part grad: by the input, a number; loss tied",
+    386: "part reads: closure; change gradients of the model edited; optimizer by place",
+    404: "part grad: by the input, in place",
+    477: "part grad: by the input, in place; loss penalized by the first; change clipped",
+    490: "change state written",
+    493: "loss running module; optimizer scaled",
+    513: "change clipped by value; optimizer by place",
+    527: "optimizer by place",
+    572: "part grad: by the input, a number; change dropout",
+    576: "part grad: by the input, given gradients",
+    605: "part function: map; part grad: by the input, given gradients; loss many rows; change weights loaded",
+    633: "loss decayed; change gradients zeroed by the model",
+    664: "part grad: by the input, unused; part grad: by the input, given gradients",
+    667: "change clipped",
+    703: "change forward replaced",
+    721: "change label smoothing; optimizer scaled",
+    759: "part grad: by the input, unused; loss counting calls",
+    762: "part term: second derivative; change dropout",
+    817: "part hook reads: backward",
+    823: "change parameter written",
+    864: "loss six rows; optimizer by place",
+    868: "change reduction",
+    871: "change buffer assigned",
+    885: "change buffer written",
+    889: "part hook reads: before forward; change reduction",
+    896: "change parameter written",
+    902: "part function: list; loss custom function; change buffer written",
+    904: "change class weights, written",
+    987: "part reads: detached; change clipped; optimizer scaled",
+}
+
 
 def pairs(seed):
     """The choices of an example, two at a time."""
@@ -20,7 +69,7 @@ def pairs(seed):
     return set(combinations(sorted([*map(str, choices.items()), *set(parts)]), 2))
 
 
-def chosen(count, among=400):
+def chosen(count, among=1000):
     """So many examples that together have as many pairs of choices as twice as many at random."""
     left = {seed: pairs(seed) for seed in range(1, among + 1)}
     for _ in range(count):
@@ -31,15 +80,22 @@ def chosen(count, among=400):
             each -= covered
 
 
-SEEDS = list(chosen(50))
+def rows():
+    for seed in chosen(150):
+        known = KNOWN.get(seed)
+        yield pytest.param(seed, marks=pytest.mark.xfail(reason=known, strict=True) if known else ())
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with one_draws_at_a_time(), thread_cluster(3) as cluster:
+        yield cluster
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom", "ignore:Using a target size")
-@pytest.mark.parametrize("first", range(5))
-def test_models_with_habits_are_equal_or_refused(first, monkeypatch):
+@pytest.mark.parametrize("seed", list(rows()))
+def test_a_model_with_habits_is_equal_or_refused(seed, workers, monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)  # which closing a driver does, in each worker
-    with one_draws_at_a_time(), thread_cluster(3) as workers:
-        for seed in SEEDS[first::5]:
-            example = draw(seed)
-            verdict = judge(example, workers)
-            assert not verdict.is_fault, f"python -m exps.same_numbers --seed {seed} --count 1: {verdict}\n{example}"
+    example = draw(seed)
+    verdict = judge(example, workers)
+    assert not verdict.is_fault, f"python -m exps.same_numbers --seed {seed} --count 1: {verdict}\n{example}"
