@@ -9,7 +9,7 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks
 from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
-from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.gradient_hooks import GradientHooks
 
@@ -57,8 +57,7 @@ class PlacedHooks:
         return {place: hooks for place, hooks in found.items() if hooks}
 
     def _name(self, place: TensorLocation) -> str:
-        name = f"{place.call}.{place.name}"
-        return name if place.call == LOSS else self.placed.compiled.remap_qualname(name)
+        return self.placed.compiled.remap_qualname(f"{place.call}.{place.name}")
 
     def _of_worker(self, worker: int, own: Mapping[TensorLocation, NamedHooks]) -> WorkerHooks:
         here = {place: each for place, each in own.items() if worker in self.placed.workers_of(place.call)}
@@ -81,4 +80,4 @@ class PlacedHooks:
 
     def _stands_for(self, name: str, tensor: torch.Tensor, worker: int) -> TensorLocation | ElsewhereTensor:
         here = (place for at, place in self.placed.locations(name) if at == worker)
-        return next(here, None) or ElsewhereTensor.of(tensor)
+        return next(here, None) or ElsewhereTensor.of(tensor, name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any
 
@@ -18,11 +18,11 @@ from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program, computations_of
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags
-from pippy.drivers.wire.pickling import pickle_by_value
+from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import LOSS, named_state, stage_index
 from pippy.ir.base.trees import describe
 from pippy.ir.record.compiled import Compiled
@@ -89,13 +89,34 @@ class PlacedPipe:
         self._check_constants(calls)
         constant = self.compiled.qualnames.read_by_several
         return Load(
-            modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}, empty=self._empty_ids),
+            modules=self._pickled(calls),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             buckets=self.buckets,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
             replicas=len(self.replicas) > 1,
         )
+
+    def _pickled(self, calls: Sequence[str]) -> Pickled:
+        """Stages, as one worker gets them. Where they reach a tensor of the model by a plain reference, the worker has the one
+        that it holds, or a copy that it holds; a tensor of other workers cannot be read there."""
+        modules = {call: self.compiled.stage(call) for call in calls}
+        own = {id(tensor) for module in modules.values() for _, tensor in named_state(module)}
+        held: dict[int, Any] = {}
+        for name, tensor in self._model_tensors.items():
+            if id(tensor) not in own:
+                here = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
+                copy = next((get_tensor(self.compiled.split_gm, place) for place in here), None)
+                held[id(tensor)] = ElsewhereTensor.of(tensor, name) if copy is None else copy
+        other = partial(ElsewhereTensor.of, name="a tensor that requires a gradient, and is not registered in the model")
+        return pickle_by_value(modules, held, self._empty_ids, own=own, other=other)
+
+    @cached_property
+    def _model_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The model's own parameters and buffers, not copies of them."""
+        names = self.compiled.qualnames
+        held = {name: get_tensor(self.compiled.split_gm, places[0]) for name, places in names.places.items()}
+        return {**held, **names.unused}
 
     @cached_property
     def empty(self) -> frozenset[str]:
@@ -163,7 +184,7 @@ class PlacedPipe:
     def _copies(self, places: Sequence[TensorLocation]) -> ReplicatedParameter:
         """The copies at these places, in every replica."""
         call, local = places[0].call, places[0].name
-        name = self.compiled.remap_qualname(f"{call}.{local}") if call != LOSS else f"{call}.{local}"
+        name = self.compiled.remap_qualname(f"{call}.{local}")
         by_replica = zip(*(self.workers_of(place.call) for place in places))
         copies = [(worker, place) for workers in by_replica for worker, place in zip(workers, places)]
         return ReplicatedParameter(self.compiled.qualnames.canonical.get(name, name), tuple(copies))

@@ -118,11 +118,12 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
         for stage in shared.stages[1:]:
-            copies.setdefault(stage, {})[key] = _copy(shared.tensor)
+            copies.setdefault(stage, {})[key] = replica_of(shared.tensor)
     return copies
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def replica_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter, for another stage or the loss."""
     replica = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
     replica.__dict__.update(tensor.__dict__)
     return replica

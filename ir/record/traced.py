@@ -1,6 +1,7 @@
 """The record of what was traced: the tracer fills it, the passes that cut a model read it."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -8,6 +9,7 @@ from torch import fx, nn
 from pippy.ir.base.modes import ModelModes
 from pippy.ir.call.model_call import ModelCall
 from pippy.ir.call.target import target_name
+from pippy.ir.record.reached import ModelTensors, Reached, reached
 
 
 @dataclass
@@ -26,6 +28,20 @@ class Traced(ModelCall):
     balanced: bool = False
     kept_whole: dict[str, str] = field(default_factory=dict)
     differing: set[str] = field(default_factory=set)
+    _reached: dict[Any, list[Reached]] = field(default_factory=dict)
+
+    def reached(self, node: fx.Node) -> list[Reached]:
+        """The tensors that a node reaches by plain references: through the module, the tensor or the function that it names."""
+        target: Any = node.target
+        if target not in self._reached:
+            value = target if node.op == "call_function" else self.attributes.get(str(target))
+            self._reached[target] = reached(value, getattr(target, "__qualname__", str(target)))
+        return self._reached[target]
+
+    @cached_property
+    def model_tensors(self) -> ModelTensors:
+        """The tensors of the model, as code may reach them."""
+        return ModelTensors(self.model)
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))

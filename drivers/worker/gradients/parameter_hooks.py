@@ -30,7 +30,7 @@ class ParameterHooks:
         self._model_tensors: list[torch.Tensor] = []
 
         def held(each: TensorLocation | ElsewhereTensor) -> torch.Tensor:
-            found = tensor(each) if isinstance(each, TensorLocation) else each.made()
+            found = tensor(each) if isinstance(each, TensorLocation) else each.unreadable()
             self._held[id(found)] = each
             self._model_tensors.append(found)
             return found
@@ -57,7 +57,7 @@ class ParameterHooks:
             found = own.hooks.accumulated(parameter, gradient, before)
         except Exception as error:
             raise DriverError(
-                f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}{self._lacking(error)}"
+                f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         if parameter._version != version:
             if values is not None:
@@ -77,16 +77,6 @@ class ParameterHooks:
             )
         self._tried.add(key)
         return found
-
-    def _lacking(self, error: Exception) -> str:
-        """What to say of a failure that may come from tensors without numbers."""
-        elsewhere = any(isinstance(each, ElsewhereTensor) for each in self._held.values())
-        if not elsewhere or "meta" not in str(error).lower():
-            return ""
-        return (
-            ". A hook may compute with parameters and buffers of the model that are on its own worker; those of others have no "
-            "numbers there (device meta): let it hold a copy, mask = weight.detach().clone()"
-        )
 
     def _pickled(self, own: NamedHooks) -> Pickled:
         data, tensors = pickle_by_value(own, self._held)
