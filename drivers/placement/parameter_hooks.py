@@ -68,7 +68,7 @@ class PlacedHooks:
     def _pickled(self, hooks: Mapping[TensorLocation, NamedHooks], worker: int) -> Pickled:
         held = {id(tensor): self._stands_for(name, tensor, worker) for name, tensor in named_state(self.pipe)}
         try:
-            data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,))
+            data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,), own=held)
         except PackingError as error:
             raise DriverError(
                 f"{', '.join(repr(each.name) for each in hooks.values())}: a gradient hook runs on the worker that "

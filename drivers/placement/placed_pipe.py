@@ -101,15 +101,15 @@ class PlacedPipe:
         """Stages, as one worker gets them. Where they reach a tensor of the model by a plain reference, the worker has the one
         that it holds, or a copy that it holds; a tensor of other workers cannot be read there."""
         modules = {call: self.compiled.stage(call) for call in calls}
-        own = {id(tensor) for module in modules.values() for _, tensor in named_state(module)}
+        here = {id(tensor) for module in modules.values() for _, tensor in named_state(module)}
         held: dict[int, Any] = {}
         for name, tensor in self._model_tensors.items():
-            if id(tensor) not in own:
-                here = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
-                copy = next((get_tensor(self.compiled.split_gm, place) for place in here), None)
+            if id(tensor) not in here:
+                places = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
+                copy = next((get_tensor(self.compiled.split_gm, place) for place in places), None)
                 held[id(tensor)] = ElsewhereTensor.of(tensor, name) if copy is None else copy
         other = partial(ElsewhereTensor.of, name="a tensor that requires a gradient, and is not registered in the model")
-        return pickle_by_value(modules, held, self._empty_ids, own=own, other=other)
+        return pickle_by_value(modules, held, self._empty_ids, own={*here, *held}, other=other)
 
     @cached_property
     def _model_tensors(self) -> Mapping[str, torch.Tensor]:

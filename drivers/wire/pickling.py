@@ -85,8 +85,9 @@ def pickle_by_value(
 
     ``held`` has what stands for tensors that the worker has already, by their ids: a tensor that is pickled in their place, or
     anything, and `unpickle` is told what that means. ``empty`` has the ids of tensors of the meta device for which it makes
-    memory, without numbers. With an object of a ``refused`` class it raises. ``own`` has the ids of the model's tensors that
-    are pickled, and ``other`` says what stands for leaves that require a gradient and are not among them.
+    memory, without numbers. With an object of a ``refused`` class it raises. ``own`` has the ids of the model's tensors: code
+    of importable modules that reaches them by its globals is sent by value, too. ``other`` says what stands for other leaves
+    that require a gradient.
 
     >>> linear = nn.Linear(2, 2)
     >>> twice = unpickle(pickle_by_value([linear, linear]))
@@ -251,10 +252,9 @@ class _ModulePickler(_ByValuePickler):
     def _reaches_model(self, code: Any) -> bool:
         """Whether a function or class of an importable module reaches the model by a global. If it were imported anew, it would
         reach another model."""
-        if not (self.held or self.own) or not is_of_project(code):
+        if not self.own or not is_of_project(code):
             return False
-        found = reached(code, code.__qualname__, narrowly=False)
-        return any(id(each.tensor) in self.held or id(each.tensor) in self.own for each in found)
+        return any(id(each.tensor) in self.own for each in reached(code, code.__qualname__, narrowly=False))
 
     def _empty(self, tensor: torch.Tensor) -> "_EmptyMemory":
         if id(tensor) not in self.empty:

@@ -29,7 +29,7 @@ from pippy.ir.base.names import stage_name
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
-from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
+from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
@@ -97,7 +97,7 @@ class _Constraints:
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self.uses = uses_of_tensors(traced)
         self.config = config_by_tensor(traced.model, spec)
-        self.changed_by_modules = {*changed, *_running_statistics(traced)}
+        self.changed_by_modules = {*changed, *running_statistics(_modules(traced))}
         self.mutations, self.roots = find_mutations(traced.graph, traced.attributes)
         self.changed_by_nodes = {
             id(traced.attributes[str(each.root.target)]) for each in self.mutations if each.root.op == "get_attr"
@@ -265,9 +265,6 @@ def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
     )
 
 
-def _running_statistics(traced: Traced) -> Iterator[int]:
-    """The ids of the buffers that batch norms change whenever they are called."""
+def _modules(traced: Traced) -> Iterator[nn.Module]:
     for value in traced.attributes.values():
-        for module in value.modules() if isinstance(value, nn.Module) else ():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.training:
-                yield from (id(buffer) for buffer in module.buffers())
+        yield from (module for module in (value.modules() if isinstance(value, nn.Module) else ()) if module.training)

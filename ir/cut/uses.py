@@ -1,10 +1,11 @@
 """The operations of a traced graph in their order, and which of them use each parameter and buffer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.marks import pipe_split
@@ -76,3 +77,9 @@ def reached_otherwise(traced: Traced, node: fx.Node) -> list[Reached]:
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def running_statistics(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the buffers that norms among some modules change whenever they are called in training mode."""
+    norms = (each for each in modules if isinstance(each, _NormBase) and each.track_running_stats)
+    return {id(buffer) for norm in norms for buffer in norm.buffers()}

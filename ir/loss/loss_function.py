@@ -21,6 +21,7 @@ from torch import fx, nn
 from pippy.ir.base.errors import LossError
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.cut.params import replica_of
+from pippy.ir.cut.uses import running_statistics
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
@@ -112,8 +113,14 @@ def _with_own_parameters(compiled: Compiled, module: nn.Module, model: ModelTens
     found = model.among(reached(loss_fn, "loss_fn"), {id(tensor) for _, tensor in named_state(module)}, LossError)
     if found and loss_fn is module:
         module = FunctionLoss(module)
+    changing = running_statistics(compiled.split_gm.modules())
     for each in found:
         name = model.names[id(each.tensor)]
+        if id(each.tensor) in changing:
+            raise LossError(
+                f"{each} is {name!r}, which its module changes in each micro-batch: the loss would read it in between. Let the "
+                "model return what the loss needs of it"
+            )
         own = replica_of(each.tensor) if _is_copied(compiled, each.tensor, name) else each.tensor
         install(module, f"model.{name}", own, module)
         held[id(own)] = name

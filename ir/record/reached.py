@@ -42,11 +42,12 @@ _OF_ALL_STATE = frozenset(  # methods of modules, whose callers may read any par
 
 @dataclass(frozen=True)
 class Reached:
-    """A tensor, and the way to it."""
+    """A tensor, and the way to it. Not ``named`` is one of a module that code has in its hands whole."""
 
     tensor: torch.Tensor
     path: str
     code: CodeType | None
+    named: bool
 
     def __str__(self) -> str:
         defined = f", defined at {self.code.co_filename}:{self.code.co_firstlineno}" if self.code else ""
@@ -73,7 +74,9 @@ class ModelTensors:
 
     a tensor that code reaches                           in the process that has the code
     ──────────────────────────────────────────────────   ──────────────────────────────────────────────────
-    a parameter or buffer of the model                   is held there, or has a copy there, which follows it
+    a parameter of the model                             is held there, or has a copy there, which follows it
+    a buffer of the model that code names                the same
+    a buffer of a module that code has whole             cannot be read, unless a stage there holds it
     another one that requires a gradient                 refused: its gradient would be lost
     one that shares memory with a parameter              refused: it would not follow the parameter
     all others                                           is a constant: a copy
@@ -92,7 +95,8 @@ class ModelTensors:
         for each in others:
             if id(each.tensor) not in self.names and memory_of(each.tensor) not in own_memory:
                 self._check(each, error)
-        return [each for each in others if id(each.tensor) in self.names]
+        of_model = (each for each in others if id(each.tensor) in self.names)
+        return [each for each in of_model if each.named or isinstance(each.tensor, nn.Parameter)]
 
     def _check(self, each: Reached, error: type[PippyError]) -> None:
         made_again = not each.tensor.is_leaf and each.code is None  # an attribute of a part, as its pre-hooks set it
@@ -131,8 +135,15 @@ class _Walk:
         self.pending.append(_Item(root, name, None, None))
         while self.pending:
             item = self.pending.popleft()
+            if isinstance(item.value, torch.Tensor):
+                self._find(item)
             if not self._is_seen(item.value, item.names):
                 self._look_into(item)
+
+    def _find(self, item: _Item) -> None:
+        before = self.found.get(id(item.value))
+        if before is None or (item.names is not None and not before.named):
+            self.found[id(item.value)] = Reached(item.value, item.path, item.code, item.names is not None)
 
     def _is_seen(self, value: Any, names: Names) -> bool:
         if id(value) in self.seen:
@@ -146,8 +157,6 @@ class _Walk:
 
     def _look_into(self, item: _Item) -> None:
         value = item.value
-        if isinstance(value, torch.Tensor):
-            self.found.setdefault(id(value), Reached(value, item.path, item.code))
         kind = next((kind for kind in _LOOK if isinstance(value, kind)), object)
         code = value.__code__ if kind in (FunctionType, MethodType) else item.code
         for path, inner, names in _LOOK[kind](value, item.names):
