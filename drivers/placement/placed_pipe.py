@@ -23,10 +23,11 @@ from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, Ou
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
-from pippy.ir.base.names import LOSS, named_state, stage_index
+from pippy.ir.base.names import named_state, stage_index
 from pippy.ir.base.trees import describe
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.reached import reached_tensors
 from pippy.ir.run.key_value_cache import extended_cache
 from pippy.ir.run.shared_tensors import get_tensor
 
@@ -86,7 +87,8 @@ class PlacedPipe:
 
     def _load(self, worker: int, seed: int) -> Load:
         calls = self.calls_on(worker)
-        self._check_constants(calls)
+        for call in calls:
+            self._check_reached(call)
         constant = self.compiled.qualnames.read_by_several
         return Load(
             modules=self._pickled(calls),
@@ -108,7 +110,9 @@ class PlacedPipe:
                 places = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
                 copy = next((get_tensor(self.compiled.split_gm, place) for place in places), None)
                 held[id(tensor)] = ElsewhereTensor.of(tensor, name) if copy is None else copy
-        other = partial(ElsewhereTensor.of, name="a tensor that requires a gradient, and is not registered in the model")
+        other = partial(
+            ElsewhereTensor.of, name="a tensor that requires a gradient, and is not registered in the model"
+        )
         return pickle_by_value(modules, held, self._empty_ids, own={*here, *held}, other=other)
 
     @cached_property
@@ -117,6 +121,10 @@ class PlacedPipe:
         names = self.compiled.qualnames
         held = {name: get_tensor(self.compiled.split_gm, places[0]) for name, places in names.places.items()}
         return {**held, **names.unused}
+
+    @cached_property
+    def _names(self) -> Mapping[int, str]:
+        return {id(tensor): name for name, tensor in self._model_tensors.items()}
 
     @cached_property
     def empty(self) -> frozenset[str]:
@@ -129,17 +137,22 @@ class PlacedPipe:
         places = self.compiled.qualnames.places
         return frozenset(id(get_tensor(self.compiled.split_gm, place)) for name in self.empty for place in places[name])
 
-    def _check_constants(self, calls: Sequence[str]) -> None:
-        """Raise if the loss, or forward, has made a tensor of its own on the meta device: nothing will give it numbers."""
-        for call in calls:
-            for name, tensor in named_state(self.compiled.stage(call)):
-                if tensor.is_meta and id(tensor) not in self._empty_ids:
-                    what = "the loss has" if call == LOSS else f"forward has made, in {call},"
-                    raise DriverError(
-                        f"{what} {name!r}, {describe(tensor)}, on the meta device, which is not a parameter or "
-                        "buffer of the model, so nothing fills it with numbers; make it on another device, as with "
-                        "device='cpu'"
-                    )
+    def _check_reached(self, call: str) -> None:
+        """Raise if a stage, or the loss, reaches a tensor that it does not hold: by a hook that came after `pipeline()`, say."""
+        for each in reached_tensors(self.compiled.stage(call), call):
+            name = self._names.get(id(each.value))
+            if each.value.is_meta and id(each.value) not in self._empty_ids and name is None:
+                raise DriverError(
+                    f"{each} is {describe(each.value)}, on the meta device, and no parameter or buffer of the model, so nothing "
+                    "fills it with numbers; make it on another device, as with device='cpu'"
+                )
+            places = () if name is None else self.compiled.stage_qualnames(name)
+            is_followed = each.names is not None or isinstance(each.value, nn.Parameter)
+            if name is not None and is_followed and not any(place.startswith(f"{call}.") for place in places):
+                raise DriverError(
+                    f"{each} is {name!r}, which {call} does not hold, because the code that reaches it came after pipeline(); "
+                    "call pipeline() again"
+                )
 
     @cached_property
     def value_names(self) -> dict[fx.Node, str]:

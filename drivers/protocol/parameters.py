@@ -34,14 +34,14 @@ class ElsewhereTensor:
         """What stands for a tensor."""
         return cls(name, tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter))
 
-    def without_numbers(self) -> torch.Tensor:
+    def made(self) -> torch.Tensor:
         """A tensor of the meta device that takes its place."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
 
     def unreadable(self) -> torch.Tensor:
         """A tensor that takes its place, and raises where anything but its shape is read."""
-        tensor = self.without_numbers().as_subclass(_Unreadable)
+        tensor = self.made().as_subclass(_Unreadable)
         tensor.__dict__.update(known_as=self.name, _is_param=self.is_parameter)
         return tensor
 
@@ -68,7 +68,13 @@ class _Unreadable(torch.Tensor):
         )
 
 
-_READABLE = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)  # type: ignore[attr-defined]
+_READABLE = (
+    torch.Tensor.shape.__get__,
+    torch.Tensor.dtype.__get__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

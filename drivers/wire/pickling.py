@@ -36,7 +36,7 @@ from torch.nn.utils import parametrize
 from pippy.drivers.base.errors import PackingError
 from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import describe
-from pippy.ir.record.reached import is_of_project, reached
+from pippy.ir.record.reached import is_own_code, reached_tensors
 
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
 _unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
@@ -95,7 +95,9 @@ def pickle_by_value(
     (True, True)
     """
     try:
-        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty, refused=refused, own=own, other=other), value)
+        return _pickled(
+            partial(_ModulePickler, held=held or {}, empty=empty, refused=refused, own=own, other=other), value
+        )
     except PackingError:
         raise
     except Exception as error:  # pickle has no one error for what it cannot write
@@ -252,9 +254,9 @@ class _ModulePickler(_ByValuePickler):
     def _reaches_model(self, code: Any) -> bool:
         """Whether a function or class of an importable module reaches the model by a global. If it were imported anew, it would
         reach another model."""
-        if not self.own or not is_of_project(code):
+        if not self.own or not is_own_code(code):
             return False
-        return any(id(each.tensor) in self.own for each in reached(code, code.__qualname__, narrowly=False))
+        return any(id(each.value) in self.own for each in reached_tensors(code, code.__qualname__, narrowly=False))
 
     def _empty(self, tensor: torch.Tensor) -> "_EmptyMemory":
         if id(tensor) not in self.empty:

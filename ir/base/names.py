@@ -102,7 +102,6 @@ class Qualnames:
             raise NameLookupError(unknown_name("parameter or buffer", name, self.canonical))
         return self.places.get(self.canonical[name], ())
 
-
     def note_readers(self, name: str) -> None:
         """Note in `read_by_several` who holds a tensor, if several do."""
         held = [each.partition(".") for each in self.places[name]]

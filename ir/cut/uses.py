@@ -7,10 +7,8 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import first_names, named_state
-from pippy.ir.record.reached import Reached
 from pippy.ir.record.traced import Traced
 
 
@@ -59,19 +57,9 @@ def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:
         elif node.op == "call_module":
             for name, tensor in _state(traced.attributes[str(node.target)]):
                 uses.setdefault(id(tensor), TensorUses(f"{node.target}.{name}", tensor)).by_leaf.append(number[node])
-        for each in reached_otherwise(traced, node):
-            uses[id(each.tensor)].by_leaf.extend(number[user] for user in users)
+        for tensor in traced.reached(node):
+            uses[id(tensor)].by_leaf.extend(number[user] for user in users)
     return uses
-
-
-def reached_otherwise(traced: Traced, node: fx.Node) -> list[Reached]:
-    """The tensors of the model that a node reaches by plain references, beside those that it names, or that its module has
-    registered. Raises if it reaches one that cannot be followed."""
-    if node.op not in ("get_attr", "call_module", "call_function"):
-        return []
-    value = traced.attributes.get(str(node.target))
-    registered = [tensor for _, tensor in _state(value)] if isinstance(value, nn.Module) else [value]
-    return traced.model_tensors.among(traced.reached(node), {*map(id, registered)}, SharedParameterError)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

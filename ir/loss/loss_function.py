@@ -25,7 +25,7 @@ from pippy.ir.cut.uses import running_statistics
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
-from pippy.ir.record.reached import ModelTensors, reached
+from pippy.ir.record.reached import ModelTensors, reached_tensors
 from pippy.ir.record.wiring import Wiring
 from pippy.ir.run.graph_module import install
 
@@ -110,18 +110,20 @@ def _with_own_parameters(compiled: Compiled, module: nn.Module, model: ModelTens
         module = copy.deepcopy(module, {**model.tensors, **known, **copies})
     held = {id(copies.get(key, known[key])): name for key, name in registered.items()}
     loss_fn = module.function if isinstance(module, FunctionLoss) else module
-    found = model.among(reached(loss_fn, "loss_fn"), {id(tensor) for _, tensor in named_state(module)}, LossError)
+    found = model.among(
+        reached_tensors(loss_fn, "loss_fn"), {id(tensor) for _, tensor in named_state(module)}, LossError
+    )
     if found and loss_fn is module:
         module = FunctionLoss(module)
     changing = running_statistics(compiled.split_gm.modules())
     for each in found:
-        name = model.names[id(each.tensor)]
-        if id(each.tensor) in changing:
+        name = model.names[id(each.value)]
+        if id(each.value) in changing:
             raise LossError(
                 f"{each} is {name!r}, which its module changes in each micro-batch: the loss would read it in between. Let the "
                 "model return what the loss needs of it"
             )
-        own = replica_of(each.tensor) if _is_copied(compiled, each.tensor, name) else each.tensor
+        own = replica_of(each.value) if _is_copied(compiled, each.value, name) else each.value
         install(module, f"model.{name}", own, module)
         held[id(own)] = name
     for local, tensor in named_state(module):

@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.modes import ModelModes
+from pippy.ir.base.names import named_state
 from pippy.ir.call.model_call import ModelCall
 from pippy.ir.call.target import target_name
-from pippy.ir.record.reached import ModelTensors, Reached, reached
+from pippy.ir.record.reached import ModelTensors, reached_tensors
 
 
 @dataclass
@@ -28,15 +31,19 @@ class Traced(ModelCall):
     balanced: bool = False
     kept_whole: dict[str, str] = field(default_factory=dict)
     differing: set[str] = field(default_factory=set)
-    _reached: dict[Any, list[Reached]] = field(default_factory=dict)
+    _reached: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
-    def reached(self, node: fx.Node) -> list[Reached]:
-        """The tensors that a node reaches by plain references: through the module, the tensor or the function that it names."""
+    def reached(self, node: fx.Node) -> list[torch.Tensor]:
+        """The model's tensors that a node reaches by plain references, beside the one that it gets, or those that its module has
+        registered. Raises if it reaches one that cannot be followed."""
         target: Any = node.target
-        if target not in self._reached:
-            value = target if node.op == "call_function" else self.attributes.get(str(target))
-            self._reached[target] = reached(value, getattr(target, "__qualname__", str(target)))
-        return self._reached[target]
+        if node.op in ("get_attr", "call_module", "call_function") and target not in self._reached:
+            value = target if node.op == "call_function" else self.attributes[target]
+            registered = named_state(value) if isinstance(value, nn.Module) else ()
+            own = {id(value), *(id(tensor) for _, tensor in registered)}
+            found = reached_tensors(value, getattr(target, "__qualname__", str(target)))
+            self._reached[target] = [each.value for each in self.model_tensors.among(found, own, SharedParameterError)]
+        return self._reached.get(target, [])
 
     @cached_property
     def model_tensors(self) -> ModelTensors:

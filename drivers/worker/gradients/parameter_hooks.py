@@ -56,9 +56,7 @@ class ParameterHooks:
         try:
             found = own.hooks.accumulated(parameter, gradient, before)
         except Exception as error:
-            raise DriverError(
-                f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise DriverError(f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}") from error
         if parameter._version != version:
             if values is not None:
                 with torch.no_grad():
