@@ -138,13 +138,13 @@ class PlacedPipe:
         return frozenset(id(get_tensor(self.compiled.split_gm, place)) for name in self.empty for place in places[name])
 
     def _check_reached(self, call: str) -> None:
-        """Raise if a stage, or the loss, reaches a tensor that it does not hold: by a hook that came after `pipeline()`, say."""
+        """Raise if a stage, or the loss, reaches a tensor that it does not hold: by a hook that came after `pipeline()`."""
         for each in reached_tensors(self.compiled.stage(call), call):
             name = self._names.get(id(each.value))
             if each.value.is_meta and id(each.value) not in self._empty_ids and name is None:
                 raise DriverError(
-                    f"{each} is {describe(each.value)}, on the meta device, and no parameter or buffer of the model, so nothing "
-                    "fills it with numbers; make it on another device, as with device='cpu'"
+                    f"{each} is {describe(each.value)}, on the meta device, and no parameter or buffer of the model, so "
+                    "nothing fills it with numbers; make it on another device, as with device='cpu'"
                 )
             places = () if name is None else self.compiled.stage_qualnames(name)
             is_followed = each.names is not None or isinstance(each.value, nn.Parameter)

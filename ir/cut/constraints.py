@@ -136,9 +136,6 @@ class _Constraints:
             if chosen is not None and chosen[1] is MultiUseParameterConfig.TRANSMIT:
                 why = f"{uses.name} is to be transmitted, out of a leaf module"
                 yield Constraint(first, last, why, _refused_transmission(uses, chosen[0]))
-            elif uses.tensor.requires_grad and not isinstance(uses.tensor, nn.Parameter):
-                why = f"{uses.name} requires a gradient and is no parameter"
-                yield Constraint(first, last, why, _refused_no_parameter(uses))
 
     def of_values_changed_in_place(self) -> Iterator[Constraint]:
         for mutation in self.mutations:
@@ -247,12 +244,6 @@ def _refused_transmission(uses: TensorUses, name: str) -> Callable[[Stages], Pip
     return lambda stages: SharedParameterError(
         f"multi_use_param_spec asks to TRANSMIT {name!r}, but {_users(uses, stages)} use it inside a leaf module, which "
         "cannot take a parameter as a value; say REPLICATE, or trace through that module with a tracer of your own"
-    )
-
-
-def _refused_no_parameter(uses: TensorUses) -> Callable[[Stages], PippyError]:
-    return lambda stages: SharedParameterError(
-        f"{uses.name!r} requires a gradient but is no nn.Parameter, and {_users(uses, stages)} use it; make it one"
     )
 
 

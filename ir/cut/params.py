@@ -76,7 +76,7 @@ def decide(
         if key not in changed and isinstance(shared.tensor, nn.Parameter):
             copied = is_to_replicate(config.get(key), spec) or not shared.can_travel
             (sharing.replicated if copied else sharing.transmitted)[key] = shared
-        elif key in changed or shared.tensor.requires_grad:
+        elif key in changed:
             sharing.transmitted[key] = shared
     return sharing
 

@@ -57,7 +57,7 @@ def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:
         elif node.op == "call_module":
             for name, tensor in _state(traced.attributes[str(node.target)]):
                 uses.setdefault(id(tensor), TensorUses(f"{node.target}.{name}", tensor)).by_leaf.append(number[node])
-        for tensor in traced.reached(node):
+        for tensor in () if is_constant(node) else traced.reached(node):
             uses[id(tensor)].by_leaf.extend(number[user] for user in users)
     return uses
 

@@ -4,9 +4,9 @@
 
     loss_fn ─closure─▶ model ─the code names .decay─▶ Net.decay ─it names .weight─▶ model.weight
 
-A process that such code is sent to needs these tensors. Where code names attributes of an object, only these are followed: a loss
-that reads `model.config` needs no parameter. An object of which it names none, `decay(model)`, is followed into all that it holds.
-What is reached in other ways, `getattr(model, name)`, is not found here; on a worker it cannot be read.
+A process that such code is sent to needs these tensors. Where code names attributes of an object, only these are followed: a
+loss that reads `model.config` needs no parameter. An object of which it names none, `decay(model)`, is followed into all that
+it holds. What is reached in other ways, `getattr(model, name)`, is not found here; on a worker it cannot be read.
 Code of installed packages is followed into what it was given (closures, defaults), and not into its globals.
 """
 
@@ -239,29 +239,34 @@ class ModelTensors:
         self.names = first_names(model)
         self.tensors = {id(tensor): tensor for _, tensor in named_state(model)}
         trained = [each for each in self.tensors.values() if isinstance(each, nn.Parameter) and each.requires_grad]
-        self.memory = {memory_of(each): self.names[id(each)] for each in trained}
+        self.memory = {memory: self.names[id(each)] for each in trained if (memory := memory_of(each)) is not None}
 
     def among(self, found: Iterable[Reached], own: Collection[int], error: type[PippyError]) -> list[Reached]:
         """Those that are the model's, without ``own``. Raises an ``error`` for those that cannot be followed."""
         own_memory = {memory_of(each.value) for each in found if id(each.value) in own} - {None}
-        others = [each for each in found if id(each.value) not in own and memory_of(each.value) not in own_memory]
-        for each in others:
-            if id(each.value) not in self.names:
-                self._check(each, error)
-        of_model = [each for each in others if id(each.value) in self.names]
+        for each in found:
+            if memory_of(each.value) not in own_memory and id(each.value) not in self.names:
+                self._check_memory(each, error)
+            if each.value.requires_grad and not (
+                isinstance(each.value, nn.Parameter) and id(each.value) in {*own, *self.names}
+            ):
+                self._check_gradient(each, error)
+        of_model = [each for each in found if id(each.value) in self.names and id(each.value) not in own]
         return [each for each in of_model if each.names is not None or isinstance(each.value, nn.Parameter)]
 
-    def _check(self, each: Reached, error: type[PippyError]) -> None:
-        memory = memory_of(each.value)
-        if memory is not None and memory in self.memory:
+    def _check_memory(self, each: Reached, error: type[PippyError]) -> None:
+        name = self.memory.get(memory_of(each.value))
+        if name is not None:
             raise error(
-                f"{each} shares memory with the parameter {self.memory[memory]!r}: a worker would have a copy, which gets no "
-                "gradient and follows no update. Let the code refer to the parameter itself, and make the view where it is used"
+                f"{each} shares memory with the parameter {name!r}: a worker would have a copy, which gets no gradient and "
+                "follows no update. Let the code refer to the parameter itself, and make the view where it is used"
             )
-        made_again = not each.value.is_leaf and each.code is None  # an attribute of a part, which its pre-hooks set
-        if each.value.requires_grad and not made_again:
+
+    def _check_gradient(self, each: Reached, error: type[PippyError]) -> None:
+        is_made_again = not each.value.is_leaf and each.code is None  # an attribute of a part, which its pre-hooks set
+        if not is_made_again:
             raise error(
-                f"{each} requires a gradient, and is registered neither in the model nor in a module that is the loss: a "
+                f"{each} requires a gradient, and is no parameter that the model, or a module that is the loss, has registered: a "
                 "worker would have a copy, whose gradient is lost. Register it, as in self.name = nn.Parameter(...); or, if "
                 "nothing trains it, call .requires_grad_(False) on it, or on the model that it is of"
             )
