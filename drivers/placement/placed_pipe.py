@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
@@ -18,16 +18,15 @@ from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program, computations_of
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
-from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state, stage_index
-from pippy.ir.base.trees import describe
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
-from pippy.ir.record.reached import reached_tensors
+from pippy.ir.record.reached import reached_by
 from pippy.ir.run.key_value_cache import extended_cache
 from pippy.ir.run.shared_tensors import get_tensor
 
@@ -105,26 +104,28 @@ class PlacedPipe:
         modules = {call: self.compiled.stage(call) for call in calls}
         here = {id(tensor) for module in modules.values() for _, tensor in named_state(module)}
         held: dict[int, Any] = {}
-        for name, tensor in self._model_tensors.items():
-            if id(tensor) not in here:
+        for key, name in self._names.items():
+            if key not in here:
                 places = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
-                copy = next((get_tensor(self.compiled.split_gm, place) for place in places), None)
-                held[id(tensor)] = ElsewhereTensor.of(tensor, name) if copy is None else copy
-        other = partial(
-            ElsewhereTensor.of, name="a tensor that requires a gradient, and is not registered in the model"
-        )
-        return pickle_by_value(modules, held, self._empty_ids, own={*here, *held}, other=other)
+                held[key] = next((get_tensor(self.compiled.split_gm, place) for place in places), name)
+        return pickle_by_value(modules, held, self._empty_ids, own={*here, *held})
 
-    @cached_property
-    def _model_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The model's own parameters and buffers, not copies of them."""
-        names = self.compiled.qualnames
-        held = {name: get_tensor(self.compiled.split_gm, places[0]) for name, places in names.places.items()}
-        return {**held, **names.unused}
+    def _check_reached(self, call: str) -> None:
+        """Raise if a stage, or the loss, reaches a parameter that it does not hold: by a hook that came after `pipeline()`."""
+        for each in reached_by(self.compiled.stage(call), call):
+            name = self._names.get(id(each.value)) if isinstance(each.value, nn.Parameter) else None
+            if name is not None and not any(p.startswith(f"{call}.") for p in self.compiled.stage_qualnames(name)):
+                raise DriverError(
+                    f"{each} is {name!r}, which {call} does not hold, because the code that reaches it came after pipeline(); "
+                    "call pipeline() again"
+                )
 
     @cached_property
     def _names(self) -> Mapping[int, str]:
-        return {id(tensor): name for name, tensor in self._model_tensors.items()}
+        """The names of the model's own parameters and buffers, not of copies of them, by their ids."""
+        names, top = self.compiled.qualnames, self.compiled.split_gm
+        held = {id(get_tensor(top, places[0])): name for name, places in names.places.items()}
+        return {**held, **{id(tensor): name for name, tensor in names.unused.items()}}
 
     @cached_property
     def empty(self) -> frozenset[str]:
@@ -136,23 +137,6 @@ class PlacedPipe:
     def _empty_ids(self) -> frozenset[int]:
         places = self.compiled.qualnames.places
         return frozenset(id(get_tensor(self.compiled.split_gm, place)) for name in self.empty for place in places[name])
-
-    def _check_reached(self, call: str) -> None:
-        """Raise if a stage, or the loss, reaches a tensor that it does not hold: by a hook that came after `pipeline()`."""
-        for each in reached_tensors(self.compiled.stage(call), call):
-            name = self._names.get(id(each.value))
-            if each.value.is_meta and id(each.value) not in self._empty_ids and name is None:
-                raise DriverError(
-                    f"{each} is {describe(each.value)}, on the meta device, and no parameter or buffer of the model, so "
-                    "nothing fills it with numbers; make it on another device, as with device='cpu'"
-                )
-            places = () if name is None else self.compiled.stage_qualnames(name)
-            is_followed = each.names is not None or isinstance(each.value, nn.Parameter)
-            if name is not None and is_followed and not any(place.startswith(f"{call}.") for place in places):
-                raise DriverError(
-                    f"{each} is {name!r}, which {call} does not hold, because the code that reaches it came after pipeline(); "
-                    "call pipeline() again"
-                )
 
     @cached_property
     def value_names(self) -> dict[fx.Node, str]:

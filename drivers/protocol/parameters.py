@@ -22,59 +22,45 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class ElsewhereTensor:
-    """Stands for a tensor that this worker does not have. ``name`` is what errors call it."""
+    """Stands for a tensor of the model that this worker does not make."""
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, name: str) -> "ElsewhereTensor":
-        """What stands for a tensor."""
-        return cls(name, tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter))
+    def of(cls, tensor: torch.Tensor) -> "ElsewhereTensor":
+        """What stands for a tensor of the model."""
+        return cls(tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter))
 
     def made(self) -> torch.Tensor:
-        """A tensor of the meta device that takes its place."""
+        """The tensor without numbers that takes its place."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
 
-    def unreadable(self) -> torch.Tensor:
-        """A tensor that takes its place, and raises where anything but its shape is read."""
-        tensor = self.made().as_subclass(_Unreadable)
-        tensor.__dict__.update(known_as=self.name, _is_param=self.is_parameter)
-        return tensor
 
+def unreadable(name: str) -> torch.Tensor:
+    """What takes the place of a tensor that this worker does not have, in code that holds it and should not read it.
 
-class _Unreadable(torch.Tensor):
-    """
-    >>> weight = ElsewhereTensor("a.weight", (2, 3), torch.float32, True).unreadable()
-    >>> weight.shape, isinstance(weight, nn.Parameter)
-    (torch.Size([2, 3]), True)
-    >>> weight.sum()
+    >>> unreadable("a.weight").sum()
     Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: code on this worker reads 'a.weight', which is on another worker ...
+    pippy.drivers.base.errors.DriverError: code on this worker reads 'a.weight', which is not here ...
     """
+    tensor = torch.empty(0).as_subclass(UnreadableTensor)
+    tensor.__dict__["known_as"] = name
+    return tensor
+
+
+class UnreadableTensor(torch.Tensor):
+    """See `unreadable`."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _READABLE:
-            return super().__torch_function__(function, types, args, kwargs or {})
         name = next(each.__dict__["known_as"] for each in tensors((args, kwargs)) if type(each) is cls)
         raise DriverError(
-            f"code on this worker reads {name!r}, which is on another worker, and pipeline() has not seen that the code "
-            "reaches it: by getattr() with a name that is made up while it runs, or by a hook that came later. Name the "
-            "attribute in the code, as in model.layer.weight, or have a module register it, before pipeline() is called"
+            f"code on this worker reads {name!r}, which is not here: pipeline() has not seen that the code reaches it. Name "
+            "the attribute in the code, as in model.layer.weight, or let a module register what it reads; then call pipeline()"
         )
-
-
-_READABLE = (
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

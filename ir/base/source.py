@@ -39,13 +39,6 @@ def is_standard(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
 
 
-@functools.cache
-def is_of_project(file: str) -> bool:
-    """Whether a file is the user's own: a script, a notebook's cell, a module that no package installed."""
-    installed = any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
-    return is_users(file) and not is_standard(file) and not installed
-
-
 def is_called_by_user(frame: FrameType | None) -> bool:
     """Whether a frame is the user's, or of the standard library and called by the user's. torch calls that one too."""
     while frame is not None and (

@@ -86,20 +86,12 @@ def _stage_module(
     for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before its parts
         held = _for_stage(target, plan.traced.attributes[target], copies, memo)
         install(module, target, held, plan.traced.model, target in names.saved)
-    _install_reached(module, plan, stage, copies, names)
+    registered = {id(tensor) for _, tensor in named_state(module)}
+    for key, shared in plan.used.items():  # what modules, hooks and functions of the stage reach by plain references
+        if stage.index in shared.by_leaf and id(tensor := copies.get(key, shared.tensor)) not in registered:
+            install(module, shared.name, tensor, plan.traced.model, shared.name in names.saved)
     module.graph = graph
     return module
-
-
-def _install_reached(
-    module: nn.Module, plan: CutPlan, stage: StagePlan, copies: Mapping[int, torch.Tensor], names: Qualnames
-) -> None:
-    """Have a stage hold what its modules, hooks and functions reach by plain references, too."""
-    held = {id(tensor) for _, tensor in named_state(module)}
-    for key, shared in plan.used.items():
-        tensor = copies.get(key, shared.tensor)
-        if stage.index in shared.by_leaf and id(tensor) not in held:
-            install(module, shared.name, tensor, plan.traced.model, shared.name in names.saved)
 
 
 def _copy_memo(model: nn.Module, copies: Mapping[int, torch.Tensor]) -> dict[int, Any]:

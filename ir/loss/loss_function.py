@@ -25,7 +25,7 @@ from pippy.ir.cut.uses import running_statistics
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
-from pippy.ir.record.reached import ModelTensors, reached_tensors
+from pippy.ir.record.reached import ModelTensors, reached_by
 from pippy.ir.record.wiring import Wiring
 from pippy.ir.run.graph_module import install
 
@@ -103,38 +103,32 @@ def _with_own_parameters(compiled: Compiled, module: nn.Module, model: ModelTens
 
     Of a parameter that a stage has, too, it holds a copy: the parameter is replicated then.
     """
-    known = {id(tensor): tensor for _, tensor in named_state(module)}
-    registered = {key: model.names[key] for key in known if key in model.names}
-    copies = {key: replica_of(known[key]) for key, name in registered.items() if _is_copied(compiled, known[key], name)}
-    if copies:
-        module = copy.deepcopy(module, {**model.tensors, **known, **copies})
-    held = {id(copies.get(key, known[key])): name for key, name in registered.items()}
+    registered = {id(tensor): tensor for _, tensor in named_state(module)}
     loss_fn = module.function if isinstance(module, FunctionLoss) else module
-    found = model.among(
-        reached_tensors(loss_fn, "loss_fn"), {id(tensor) for _, tensor in named_state(module)}, LossError
-    )
-    if found and loss_fn is module:
-        module = FunctionLoss(module)
+    found = model.among(reached_by(loss_fn, "loss_fn"), registered, LossError)
     changing = running_statistics(compiled.split_gm.modules())
     for each in found:
-        name = model.names[id(each.value)]
         if id(each.value) in changing:
-            raise LossError(
-                f"{each} is {name!r}, which its module changes in each micro-batch: the loss would read it in between. Let the "
-                "model return what the loss needs of it"
-            )
-        own = replica_of(each.value) if _is_copied(compiled, each.value, name) else each.value
-        install(module, f"model.{name}", own, module)
-        held[id(own)] = name
+            raise LossError(f"{each} changes in each micro-batch; let the model return what the loss needs of it")
+    held = {**registered, **{id(each.value): each.value for each in found}}
+    own = {key: _own_of(compiled, tensor, model.names[key]) for key, tensor in held.items() if key in model.names}
+    if any(own.get(key, tensor) is not tensor for key, tensor in registered.items()):
+        module = copy.deepcopy(module, {**model.tensors, **registered, **own})
+    if found and not isinstance(module, FunctionLoss):
+        module = FunctionLoss(module)
+    for each in found:
+        install(module, f"model.{model.names[id(each.value)]}", own[id(each.value)], module)
+    names = {id(tensor): model.names[key] for key, tensor in own.items()}
     for local, tensor in named_state(module):
-        if (known_as := held.pop(id(tensor), None)) is not None:
-            _record(compiled, known_as, local, isinstance(tensor, nn.Parameter))
+        if (name := names.pop(id(tensor), None)) is not None:
+            _record(compiled, name, local, isinstance(tensor, nn.Parameter))
     return module
 
 
-def _is_copied(compiled: Compiled, tensor: torch.Tensor, name: str) -> bool:
-    """Whether a stage has a parameter, too."""
-    return isinstance(tensor, nn.Parameter) and name in compiled.qualnames.places
+def _own_of(compiled: Compiled, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """What the loss holds of a tensor of the model."""
+    is_copied = isinstance(tensor, nn.Parameter) and name in compiled.qualnames.places
+    return replica_of(tensor) if is_copied else tensor
 
 
 def _record(compiled: Compiled, name: str, local: str, is_parameter: bool) -> None:

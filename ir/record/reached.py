@@ -18,11 +18,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from cloudpickle.cloudpickle import _extract_code_globals  # type: ignore[import-untyped]
+from cloudpickle.cloudpickle import _extract_code_globals
 from torch import fx, nn
 
 from pippy.ir.base import source
@@ -32,11 +33,12 @@ from pippy.ir.record.module_hooks import HOOK_ATTRIBUTES
 from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.shared_tensors import memory_of
 
-Names = frozenset[str] | None
+NamedThere = frozenset[str] | None
 """The attributes that the code around an object names; None for all."""
 
-_Inside = Iterator[tuple[str, Any, Names]]
+_Inside = Iterator[tuple[str, Any, NamedThere]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_INSTALLED = {"site-packages", "dist-packages"}
 _STATE = ("_parameters", "_buffers", "_modules")
 _GIVE_STATE = frozenset(  # methods of modules, whose callers may read any parameter
     "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict apply "
@@ -50,22 +52,23 @@ class Reached:
 
     value: Any
     path: str
-    names: Names = None
+    names: NamedThere = None
     code: CodeType | None = None
 
     def __str__(self) -> str:
         return f"{self.path}, defined at {self.code.co_filename}:{self.code.co_firstlineno}" if self.code else self.path
 
 
-def reached_tensors(root: Any, name: str, narrowly: bool = True) -> list[Reached]:
-    """The tensors that ``root`` reaches, each once, with those that it has registered. ``name`` is what errors call it.
+def reached_by(
+    root: Any, name: str, narrowly: bool = True, kind: type | tuple[type, ...] = torch.Tensor
+) -> list[Reached]:
+    """The tensors, or other objects, that ``root`` reaches, with those that it has registered. ``name`` is what errors call it.
 
     If not ``narrowly``, all attributes of all objects are followed.
 
-    >>> linear, unread = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> function = lambda output, target: output.sum() + linear.bias.sum() + unread.in_features
-    >>> [each.path for each in reached_tensors(function, "loss_fn")]
-    ["loss_fn.<global 'linear'>.bias"]
+    >>> linear = nn.Linear(2, 2)
+    >>> [each.path for each in reached_by(functools.partial(nn.functional.linear, weight=linear.weight), "loss_fn")]
+    ["loss_fn.keywords['weight']"]
     """
     found: dict[int, Reached] = {}
     seen: dict[int, Reached] = {}  # they keep the objects, whose ids are used
@@ -78,7 +81,7 @@ def reached_tensors(root: Any, name: str, narrowly: bool = True) -> list[Reached
                 continue
             each = Reached(each.value, each.path, each.names and each.names | before.names, each.code)
         seen[id(each.value)] = each
-        if isinstance(each.value, torch.Tensor):
+        if isinstance(each.value, kind):
             found[id(each.value)] = each if before is None else before
         pending.extend(_inside(each, narrowly))
     return list(found.values())
@@ -93,13 +96,15 @@ def _inside(each: Reached, narrowly: bool) -> Iterator[Reached]:
             yield Reached(value, each.path + path, kept, code or each.code)
 
 
-def _in_tensor(tensor: Any, _: Names) -> _Inside:
-    hooks = GradientHooks.of(tensor) if tensor.is_leaf else GradientHooks()
+def _in_tensor(tensor: Any, _: NamedThere) -> _Inside:
+    hooks = (
+        GradientHooks.of(tensor) if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_leaf else GradientHooks()
+    )
     yield from ((".<gradient hook>", hook, None) for hook in (*hooks.on_gradient, *hooks.after_accumulation))
     yield from ((f".{name}", value, frozenset()) for name, value in vars(tensor).items())
 
 
-def _in_function(function: Any, _: Names) -> _Inside:
+def _in_function(function: Any, _: NamedThere) -> _Inside:
     names, code = names_of(function), function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # a cell that is not filled yet
@@ -107,7 +112,7 @@ def _in_function(function: Any, _: Names) -> _Inside:
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     yield from ((".<default>", value, names) for value in defaults)
     yield "", vars(function), names
-    for name in _extract_code_globals(code) if source.is_of_project(code.co_filename) else ():
+    for name in _extract_code_globals(code) if is_own_code(function) else ():
         if name in function.__globals__:
             yield f".<global {name!r}>", function.__globals__[name], names
 
@@ -130,31 +135,31 @@ def _function_in(value: Any) -> Any:
     return value.__func__ if isinstance(value, wrappers) else value.fget if isinstance(value, property) else value
 
 
-def _in_method(method: Any, _: Names) -> _Inside:
+def _in_method(method: Any, _: NamedThere) -> _Inside:
     function, names = getattr(method, "__func__", None), names_of(method)
     yield "", function, None
     if function is None or isinstance(method.__self__, type) or not names.isdisjoint(dir(method.__self__)):
         yield ".__self__", method.__self__, names if function else None
 
 
-def _in_partial(partial: Any, _: Names) -> _Inside:
+def _in_partial(partial: Any, _: NamedThere) -> _Inside:
     yield from ((f".{name}", getattr(partial, name), names_of(partial.func)) for name in ("func", "args", "keywords"))
 
 
-def _in_dict(mapping: Any, names: Names) -> _Inside:
+def _in_dict(mapping: Any, names: NamedThere) -> _Inside:
     yield from ((f"[{key!r}]", value, names) for key, value in list(mapping.items()))
 
 
-def _in_sequence(values: Any, names: Names) -> _Inside:
+def _in_sequence(values: Any, names: NamedThere) -> _Inside:
     yield from ((f"[{at}]", value, names) for at, value in enumerate(list(values)) if not isinstance(value, _PLAIN))
 
 
-def _in_python_module(module: Any, names: Names) -> _Inside:
-    if names is not None and source.is_of_project(getattr(module, "__file__", None) or ""):
-        yield from ((f".{name}", vars(module)[name], names) for name in names & vars(module).keys())
+def _in_python_module(module: Any, names: NamedThere) -> _Inside:
+    if names is not None and is_own_code(module):
+        yield from ((f".{name}", vars(module)[name], names) for name in sorted(names & vars(module).keys()))
 
 
-def _in_class(kind: Any, _: Names) -> _Inside:
+def _in_class(kind: Any, _: NamedThere) -> _Inside:
     for base in filter(is_own_code, kind.__mro__):
         names = frozenset[str]().union(*map(names_of, vars(base).values()))
         own = [
@@ -164,21 +169,26 @@ def _in_class(kind: Any, _: Names) -> _Inside:
 
 
 def is_own_code(code: Any) -> bool:
-    """Whether a class or a function is the user's own, and not of a package that is installed."""
-    file = getattr(sys.modules.get(code.__module__), "__file__", None)
-    return source.is_of_project(file) if file else code.__module__ == "__main__"
+    """Whether a class, a function or a module of Python is the user's own, and not of a package that is installed."""
+    if isinstance(code, FunctionType):
+        file: Any = code.__code__.co_filename
+    else:
+        file = getattr(sys.modules.get(getattr(code, "__module__", None) or code.__name__), "__file__", None)
+    if file is None:
+        return getattr(code, "__module__", None) == "__main__"
+    return source.is_users(file) and not source.is_standard(file) and not {*Path(file).parts} & _INSTALLED
 
 
-def _in_object(value: Any, names: Names) -> _Inside:
+def _in_object(value: Any, names: NamedThere) -> _Inside:
     """Into the attributes that code names, and those that methods name which it names."""
     held, kind = _attributes(value), type(value)
     is_whole = names is None or (isinstance(value, nn.Module) and not names.isdisjoint(_GIVE_STATE))
     if names is None or is_whole or not (names & held.keys() or any(hasattr(kind, name) for name in names)):
         yield from _in_whole(value, held)
         return
-    yield from ((f".{name}", held[name], names) for name in names & held.keys())
+    yield from ((f".{name}", inner, names) for name, inner in held.items() if name in names)
     for base in filter(is_own_code, kind.__mro__):
-        for name in names & vars(base).keys():
+        for name in sorted(names & vars(base).keys()):
             yield f".{name}", _function_in(vars(base)[name]), names
             yield "", value, names_of(vars(base)[name])
 
@@ -193,31 +203,31 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _in_whole(value: Any, held: dict[str, Any]) -> _Inside:
     """Into all that a module has registered, and what its own code, and that of its hooks, names; else into everything."""
-    names: Names = None
+    names: NamedThere = None
     if isinstance(value, nn.Module):
-        registered = {name for state in _STATE for name in held.get(state) or {}}
+        registered = [name for state in _STATE for name in held.get(state) or {}]
         yield from ((f".{name}", held[name], None) for name in registered)
         hooks = [hook for kind in HOOK_ATTRIBUTES for hook in held.get(kind, {}).values()]
         yield from ((".<hook>", hook, None) for hook in hooks)
         bases = [base for base in type(value).__mro__ if base not in (nn.Module, object)]
         methods = [each for base in bases for name, each in vars(base).items() if name != "__init__"]
         names = frozenset[str]().union(*map(names_of, [*methods, *hooks]))
-        others = held.keys() - {*_STATE, *registered}
-        held = {name: held[name] for name in others if name in names or callable(held[name])}
+        others = {name: inner for name, inner in held.items() if name not in (*_STATE, *registered)}
+        held = {name: inner for name, inner in others.items() if name in names or callable(inner)}
     yield from ((f".{name}", inner, names) for name, inner in held.items())
     yield "", type(value), None
 
 
-_LOOK: dict[Any, Callable[[Any, Names], _Inside]] = {
+_LOOK: dict[Any, Callable[[Any, NamedThere], _Inside]] = {
     torch.Tensor: _in_tensor,
     FunctionType: _in_function,
-    (MethodType, BuiltinMethodType): _in_method,  # type: ignore[dict-item]
+    (MethodType, BuiltinMethodType): _in_method,
     functools.partial: _in_partial,
     ModuleType: _in_python_module,
     type: _in_class,
     dict: _in_dict,
-    (list, tuple, set, frozenset, deque): _in_sequence,  # type: ignore[dict-item]
-    (fx.Graph, torch.jit.ScriptModule): lambda _, __: iter(()),  # type: ignore[dict-item]
+    (list, tuple, set, frozenset, deque): _in_sequence,
+    (fx.Graph, torch.jit.ScriptModule): lambda _, __: iter(()),
     object: _in_object,
 }
 
@@ -245,28 +255,21 @@ class ModelTensors:
         """Those that are the model's, without ``own``. Raises an ``error`` for those that cannot be followed."""
         own_memory = {memory_of(each.value) for each in found if id(each.value) in own} - {None}
         for each in found:
-            if memory_of(each.value) not in own_memory and id(each.value) not in self.names:
-                self._check_memory(each, error)
-            if each.value.requires_grad and not (
-                isinstance(each.value, nn.Parameter) and id(each.value) in {*own, *self.names}
-            ):
-                self._check_gradient(each, error)
+            memory = memory_of(each.value) or 0
+            if id(each.value) not in self.names and memory in self.memory and memory not in own_memory:
+                raise error(
+                    f"{each} shares memory with the parameter {self.memory[memory]!r}, and would be a copy on a worker. Let "
+                    "the code refer to the parameter itself, and make the view where it is used"
+                )
+            is_made_again = (
+                not each.value.is_leaf and each.code is None
+            )  # an attribute of a part, which its pre-hooks set
+            is_registered = isinstance(each.value, nn.Parameter) and id(each.value) in {*own, *self.names}
+            if each.value.requires_grad and not (is_registered or is_made_again):
+                raise error(
+                    f"{each} requires a gradient, and would be a copy on a worker, whose gradient is lost. Register it as an "
+                    "nn.Parameter of the model, or of a loss that is a module; or, if nothing trains it, call "
+                    ".requires_grad_(False) on it, or on the model that it belongs to"
+                )
         of_model = [each for each in found if id(each.value) in self.names and id(each.value) not in own]
         return [each for each in of_model if each.names is not None or isinstance(each.value, nn.Parameter)]
-
-    def _check_memory(self, each: Reached, error: type[PippyError]) -> None:
-        name = self.memory.get(memory_of(each.value))
-        if name is not None:
-            raise error(
-                f"{each} shares memory with the parameter {name!r}: a worker would have a copy, which gets no gradient and "
-                "follows no update. Let the code refer to the parameter itself, and make the view where it is used"
-            )
-
-    def _check_gradient(self, each: Reached, error: type[PippyError]) -> None:
-        is_made_again = not each.value.is_leaf and each.code is None  # an attribute of a part, which its pre-hooks set
-        if not is_made_again:
-            raise error(
-                f"{each} requires a gradient, and is no parameter that the model, or a module that is the loss, has registered: a "
-                "worker would have a copy, whose gradient is lost. Register it, as in self.name = nn.Parameter(...); or, if "
-                "nothing trains it, call .requires_grad_(False) on it, or on the model that it is of"
-            )

@@ -13,7 +13,7 @@ from pippy.ir.base.names import named_state
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.call.model_call import ModelCall
 from pippy.ir.call.target import target_name
-from pippy.ir.record.reached import ModelTensors, reached_tensors
+from pippy.ir.record.reached import ModelTensors, reached_by
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Traced(ModelCall):
             where = (
                 f"{target} ({SOURCE.of(node)})" if node.op == "get_attr" else getattr(target, "__qualname__", target)
             )
-            found = self.model_tensors.among(reached_tensors(value, str(where)), own, SharedParameterError)
+            found = self.model_tensors.among(reached_by(value, str(where)), own, SharedParameterError)
             self._reached[target] = [each.value for each in found]
         return self._reached.get(target, [])
 

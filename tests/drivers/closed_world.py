@@ -284,6 +284,12 @@ def buffer_that_changes(model):
     return model, lambda output, target: F.mse_loss(output * counting.running_mean.mean(), target)
 
 
+def decayed_with_statistics(model):
+    """It has all buffers, too, and reads none."""
+    model = Net(middle=nn.Sequential(Counting(), nn.LayerNorm(5)))
+    return model, lambda output, target: F.mse_loss(output, target) + decay_of(model.parameters())
+
+
 def buffer_that_stays(model):
     model.register_buffer("weights", torch.rand(3))
     return model, lambda output, target: ((output - target).square() * model.weights).mean()
@@ -294,13 +300,69 @@ def constant_tensor(model):
     return model, lambda output, target: ((output - target).square() * weights).mean()
 
 
-ROWS = [
-    each
-    for each in list(globals().values())
-    if isinstance(each, types.FunctionType)
-    and each.__module__ == __name__
-    and each.__code__.co_varnames[:1] == ("model",)
-    and each.__code__.co_argcount == 1
+def settings_of_the_model(model):
+    return model, lambda output, target: F.mse_loss(output.view(-1, model.c.out_features), target)
+
+
+def teacher(model):
+    teacher = nn.Linear(4, 3)
+    return model, lambda output, target: F.mse_loss(output, teacher(torch.ones(4)).expand_as(output))
+
+
+def frozen_teacher(model):
+    teacher = nn.Linear(4, 3).requires_grad_(False)
+    return model, lambda output, target: F.mse_loss(output, teacher(torch.ones(4)).expand_as(output))
+
+
+def view_of_the_parameter(model):
+    return model, lambda output, target: F.mse_loss(output, target) + DECAY * model.a.weight.t().square().sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.alpha, target)
+
+
+def leaf_tensor_registered(model):
+    loss_fn = Scaled()
+    model.extra = {"alpha": loss_fn.alpha}
+    return model, loss_fn
+
+
+FOLLOWED = [
+    decayed,
+    decayed_first,
+    bound_method,
+    harmless_method,
+    settings_of_the_model,
+    unused_by_forward,
+    module_without_registering,
+    module_with_its_own,
+    registered,
+    partial,
+    default_argument,
+    class_attribute,
+    object_in_closure,
+    global_of_a_module,
+    global_of_a_helper,
+    global_of_a_class,
+    forward_hook,
+    forward_hook_forwards,
+    pre_hook,
+    hook_of_its_own,
+    hook_on_unused,
+    hook_by_global,
+    part_of_a_parent,
+    part_by_global,
+    gradient_hook,
+    gradient_hook_by_global,
+    buffer_that_stays,
+    constant_tensor,
+    decayed_with_statistics,
 ]
 
 

@@ -104,7 +104,7 @@ class Filling:
         held: dict[int, Any] = {}
         for name, tensor in named_state(model):
             canonical = self.placed.compiled.qualnames.canonical[name]
-            held[id(tensor)] = canonical if canonical in here else ElsewhereTensor.of(tensor, name)
+            held[id(tensor)] = canonical if canonical in here else ElsewhereTensor.of(tensor)
         return Initialize(pickle_by_value((model, function), held), here, seed)
 
     def _locations(self, name: str, worker: int) -> list[TensorLocation]:

@@ -7,7 +7,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks, same_bytes
-from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.protocol.parameters import TensorLocation, unreadable
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value, unpickle
 
 Tensor = Callable[[TensorLocation], torch.Tensor]
@@ -29,8 +29,8 @@ class ParameterHooks:
         self._held: dict[int, Any] = {}  # what stands for the model's tensors that the functions hold
         self._model_tensors: list[torch.Tensor] = []
 
-        def held(each: TensorLocation | ElsewhereTensor) -> torch.Tensor:
-            found = tensor(each) if isinstance(each, TensorLocation) else each.unreadable()
+        def held(each: TensorLocation | str) -> torch.Tensor:
+            found = tensor(each) if isinstance(each, TensorLocation) else unreadable(each)
             self._held[id(found)] = each
             self._model_tensors.append(found)
             return found
