@@ -182,9 +182,11 @@ def is_own_code(code: Any) -> bool:
 def _in_object(value: Any, names: NamedThere) -> _Inside:
     """Into the attributes that code names, and those that methods name which it names."""
     held, kind = _attributes(value), type(value)
-    is_whole = names is None or (isinstance(value, nn.Module) and not names.isdisjoint(_GIVE_STATE))
-    if names is None or is_whole or not (names & held.keys() or any(hasattr(kind, name) for name in names)):
-        yield from _in_whole(value, held)
+    if names is None or (isinstance(value, nn.Module) and not names.isdisjoint(_GIVE_STATE)):
+        yield from _in_whole(value, held, None)
+        return
+    if not (names & held.keys() or any(hasattr(kind, name) for name in names)):
+        yield from _in_whole(value, held, names if hasattr(kind, "__getitem__") else None)  # layers[0].weight
         return
     yield from ((f".{name}", inner, names) for name, inner in held.items() if name in names)
     for base in filter(is_own_code, kind.__mro__):
@@ -201,12 +203,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _in_whole(value: Any, held: dict[str, Any]) -> _Inside:
+def _in_whole(value: Any, held: dict[str, Any], of_items: NamedThere) -> _Inside:
     """Into all that a module has registered, and what its own code, and that of its hooks, names; else into everything."""
     names: NamedThere = None
     if isinstance(value, nn.Module):
         registered = [name for state in _STATE for name in held.get(state) or {}]
-        yield from ((f".{name}", held[name], None) for name in registered)
+        yield from ((f".{name}", held[name], of_items) for name in registered)
         hooks = [hook for kind in HOOK_ATTRIBUTES for hook in held.get(kind, {}).values()]
         yield from ((".<hook>", hook, None) for hook in hooks)
         bases = [base for base in type(value).__mro__ if base not in (nn.Module, object)]
