@@ -44,7 +44,7 @@ def unreadable(name: str) -> torch.Tensor:
 
     >>> unreadable("a.weight").sum()
     Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: code on this worker reads 'a.weight', which is not here ...
+    pippy.drivers.base.errors.DriverError: code on this worker reads 'a.weight', which is not here: ...
     """
     tensor = torch.empty(0).as_subclass(UnreadableTensor)
     tensor.__dict__["known_as"] = name
