@@ -25,7 +25,7 @@ def compile_traced(traced: Traced, request: Request) -> Compiled:
     compiled.balance = balance
     check_rules(compiled)
     if request.loss_fn is not None:
-        attach_loss_function(compiled, request.loss_fn, traced.name_for_target())
+        attach_loss_function(compiled, request.loss_fn, traced.name_for_target(), traced.model_tensors)
     else:
         spec = request.output_loss_value_spec
         find_returned_loss(compiled, default_loss_spec(compiled, traced.model) if spec is None else spec)

@@ -73,8 +73,9 @@ def _part(child: nn.Module, called: Collection[int], containers: dict[int, nn.Mo
 
 def put_loss_parameters(pipe: nn.Module, compiled: Compiled) -> None:
     """Add the parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
-    shared = {group.get(LOSS) for group in compiled.replicated_params}
-    of_loss = [(name, parameter) for name, parameter in compiled.stage(LOSS).named_parameters() if name not in shared]
+    of_model = {place for places in compiled.qualnames.places.values() for place in places}
+    parameters = compiled.stage(LOSS).named_parameters()
+    of_loss = [(name, parameter) for name, parameter in parameters if f"{LOSS}.{name}" not in of_model]
     if of_loss and LOSS not in pipe._modules:
         pipe._modules[LOSS] = holder = nn.Module()
         for name, parameter in of_loss:

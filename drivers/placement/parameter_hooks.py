@@ -7,10 +7,11 @@ import torch
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks
-from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
-from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe
+from pippy.ir.record.reached import reached_by
 from pippy.ir.run.gradient_hooks import GradientHooks
 
 
@@ -57,8 +58,7 @@ class PlacedHooks:
         return {place: hooks for place, hooks in found.items() if hooks}
 
     def _name(self, place: TensorLocation) -> str:
-        name = f"{place.call}.{place.name}"
-        return name if place.call == LOSS else self.placed.compiled.remap_qualname(name)
+        return self.placed.compiled.remap_qualname(f"{place.call}.{place.name}")
 
     def _of_worker(self, worker: int, own: Mapping[TensorLocation, NamedHooks]) -> WorkerHooks:
         here = {place: each for place, each in own.items() if worker in self.placed.workers_of(place.call)}
@@ -67,9 +67,10 @@ class PlacedHooks:
         return WorkerHooks(places, self._pickled(called, worker) if called else None)
 
     def _pickled(self, hooks: Mapping[TensorLocation, NamedHooks], worker: int) -> Pickled:
-        held = {id(tensor): self._stands_for(name, tensor, worker) for name, tensor in named_state(self.pipe)}
+        held = {id(tensor): self._stands_for(name, worker) for name, tensor in named_state(self.pipe)}
+        own = {*held, *(id(each.value) for each in reached_by(hooks, "hooks"))}
         try:
-            data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,))
+            data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,), own=own)
         except PackingError as error:
             raise DriverError(
                 f"{', '.join(repr(each.name) for each in hooks.values())}: a gradient hook runs on the worker that "
@@ -79,6 +80,5 @@ class PlacedHooks:
             ) from error
         return Pickled(data, [each.clone() for each in tensors])  # the script may change its own
 
-    def _stands_for(self, name: str, tensor: torch.Tensor, worker: int) -> TensorLocation | ElsewhereTensor:
-        here = (place for at, place in self.placed.locations(name) if at == worker)
-        return next(here, None) or ElsewhereTensor.of(tensor)
+    def _stands_for(self, name: str, worker: int) -> TensorLocation | str:
+        return next((place for at, place in self.placed.locations(name) if at == worker), name)

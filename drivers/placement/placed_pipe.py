@@ -22,11 +22,11 @@ from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags
-from pippy.drivers.wire.pickling import pickle_by_value
-from pippy.ir.base.names import LOSS, named_state, stage_index
-from pippy.ir.base.trees import describe
+from pippy.drivers.wire.pickling import Pickled, pickle_by_value
+from pippy.ir.base.names import named_state, stage_index
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.reached import reached_by
 from pippy.ir.run.key_value_cache import extended_cache
 from pippy.ir.run.shared_tensors import get_tensor
 
@@ -86,16 +86,46 @@ class PlacedPipe:
 
     def _load(self, worker: int, seed: int) -> Load:
         calls = self.calls_on(worker)
-        self._check_constants(calls)
+        for call in calls:
+            self._check_reached(call)
         constant = self.compiled.qualnames.read_by_several
         return Load(
-            modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}, empty=self._empty_ids),
+            modules=self._pickled(calls),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             buckets=self.buckets,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
             replicas=len(self.replicas) > 1,
         )
+
+    def _pickled(self, calls: Sequence[str]) -> Pickled:
+        """Stages, as one worker gets them. Where they reach a tensor of the model by a plain reference, the worker has the one
+        that it holds, or a copy that it holds; a tensor of other workers cannot be read there."""
+        modules = {call: self.compiled.stage(call) for call in calls}
+        here = {id(tensor) for module in modules.values() for _, tensor in named_state(module)}
+        held: dict[int, Any] = {}
+        for key, name in self._names.items():
+            if key not in here:
+                places = (place for place in self.compiled.stage_qualnames(name) if place.partition(".")[0] in modules)
+                held[key] = next((get_tensor(self.compiled.split_gm, place) for place in places), name)
+        return pickle_by_value(modules, held, self._empty_ids, own={*here, *held})
+
+    def _check_reached(self, call: str) -> None:
+        """Raise if a stage, or the loss, reaches a parameter that it does not hold: by a hook that came after `pipeline()`."""
+        for each in reached_by(self.compiled.stage(call), call):
+            name = self._names.get(id(each.value)) if isinstance(each.value, nn.Parameter) else None
+            if name is not None and not any(p.startswith(f"{call}.") for p in self.compiled.stage_qualnames(name)):
+                raise DriverError(
+                    f"{each} is {name!r}, which {call} does not hold, because the code that reaches it came after pipeline(); "
+                    "call pipeline() again"
+                )
+
+    @cached_property
+    def _names(self) -> Mapping[int, str]:
+        """The names of the model's own parameters and buffers, not of copies of them, by their ids."""
+        names, top = self.compiled.qualnames, self.compiled.split_gm
+        held = {id(get_tensor(top, places[0])): name for name, places in names.places.items()}
+        return {**held, **{id(tensor): name for name, tensor in names.unused.items()}}
 
     @cached_property
     def empty(self) -> frozenset[str]:
@@ -107,18 +137,6 @@ class PlacedPipe:
     def _empty_ids(self) -> frozenset[int]:
         places = self.compiled.qualnames.places
         return frozenset(id(get_tensor(self.compiled.split_gm, place)) for name in self.empty for place in places[name])
-
-    def _check_constants(self, calls: Sequence[str]) -> None:
-        """Raise if the loss, or forward, has made a tensor of its own on the meta device: nothing will give it numbers."""
-        for call in calls:
-            for name, tensor in named_state(self.compiled.stage(call)):
-                if tensor.is_meta and id(tensor) not in self._empty_ids:
-                    what = "the loss has" if call == LOSS else f"forward has made, in {call},"
-                    raise DriverError(
-                        f"{what} {name!r}, {describe(tensor)}, on the meta device, which is not a parameter or "
-                        "buffer of the model, so nothing fills it with numbers; make it on another device, as with "
-                        "device='cpu'"
-                    )
 
     @cached_property
     def value_names(self) -> dict[fx.Node, str]:
@@ -163,7 +181,7 @@ class PlacedPipe:
     def _copies(self, places: Sequence[TensorLocation]) -> ReplicatedParameter:
         """The copies at these places, in every replica."""
         call, local = places[0].call, places[0].name
-        name = self.compiled.remap_qualname(f"{call}.{local}") if call != LOSS else f"{call}.{local}"
+        name = self.compiled.remap_qualname(f"{call}.{local}")
         by_replica = zip(*(self.workers_of(place.call) for place in places))
         copies = [(worker, place) for workers in by_replica for worker, place in zip(workers, places)]
         return ReplicatedParameter(self.compiled.qualnames.canonical.get(name, name), tuple(copies))

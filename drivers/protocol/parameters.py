@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from pippy.drivers.base.errors import DriverError
 from pippy.drivers.wire.pickling import Pickled
+from pippy.ir.base.trees import tensors
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,30 @@ class ElsewhereTensor:
         """The tensor without numbers that takes its place."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
+
+
+def unreadable(name: str) -> torch.Tensor:
+    """What takes the place of a tensor that this worker does not have, in code that holds it and should not read it.
+
+    >>> unreadable("a.weight").sum()
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: code on this worker reads 'a.weight', which is not here: ...
+    """
+    tensor = torch.empty(0).as_subclass(UnreadableTensor)
+    tensor.__dict__["known_as"] = name
+    return tensor
+
+
+class UnreadableTensor(torch.Tensor):
+    """See `unreadable`."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(each.__dict__["known_as"] for each in tensors((args, kwargs)) if type(each) is cls)
+        raise DriverError(
+            f"code on this worker reads {name!r}, which is not here: pipeline() has not seen that the code reaches it. Name "
+            "the attribute in the code, as in model.layer.weight, or let a module register what it reads; then call pipeline()"
+        )
 
 
 @dataclass(frozen=True)

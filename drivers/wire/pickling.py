@@ -29,13 +29,16 @@ from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import torch
+from cloudpickle.cloudpickle import _dynamic_class_reduce
 from torch import nn
 from torch.nn.utils import parametrize
 
 from pippy.drivers.base.errors import PackingError
 from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import describe
+from pippy.ir.record.reached import is_own_code, reached_by
 
+Ids = Collection[int]
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
 _unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
 
@@ -72,13 +75,15 @@ def pickle_message(message: Any) -> Pickled:
 
 
 def pickle_by_value(
-    value: Any, held: Mapping[int, Any] | None = None, empty: Collection[int] = (), refused: tuple[type, ...] = ()
+    value: Any, held: Mapping[int, Any] | None = None, empty: Ids = (), refused: tuple[type, ...] = (), own: Ids = ()
 ) -> Pickled:
     """Modules and code, for a worker that cannot import all of their classes. Raises PackingError if it cannot be pickled.
 
-    ``held`` has what stands for tensors that the worker has already, by their ids: `unpickle` is told what that means.
-    ``empty`` has the ids of tensors of the meta device for which it makes memory, without numbers. With an object of a
-    ``refused`` class it raises.
+    ``held`` has what stands for tensors that the worker has already, by their ids: a tensor that is pickled in their place, or
+    anything, and `unpickle` is told what that means. ``empty`` has the ids of tensors of the meta device for which it makes
+    memory, without numbers. With an object of a ``refused`` class it raises. ``own`` has the ids of the model's tensors: code
+    of importable modules that reaches them by its globals is sent by value, too, and a name stands for other leaves that
+    require a gradient.
 
     >>> linear = nn.Linear(2, 2)
     >>> twice = unpickle(pickle_by_value([linear, linear]))
@@ -86,7 +91,7 @@ def pickle_by_value(
     (True, True)
     """
     try:
-        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty, refused=refused), value)
+        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty, refused=refused, own=own), value)
     except PackingError:
         raise
     except Exception as error:  # pickle has no one error for what it cannot write
@@ -201,17 +206,18 @@ class _ModulePickler(_ByValuePickler):
     """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""
 
     def __init__(
-        self, stream: io.BytesIO, held: Mapping[int, Any], empty: Collection[int], refused: tuple[type, ...]
+        self, stream: io.BytesIO, held: Mapping[int, Any], empty: Ids, refused: tuple[type, ...], own: Ids
     ) -> None:
         super().__init__(stream)
-        self.refused = refused
+        self.refused, self.own = refused, own
         self.numbers: dict[int, int] = {}  # of the storages that were set aside
         self.held, self.empty = held, empty
         self.memories: dict[int, _EmptyMemory] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self.held:
-            return _held, (self.held[id(obj)],)
+            place = self.held[id(obj)]
+            return _itself if isinstance(place, torch.Tensor) else _held, (place,)
         if self.refused and isinstance(obj, self.refused):
             raise PackingError(f"it holds a {type(obj).__name__}")
         if isinstance(obj, torch.jit.ScriptModule):
@@ -220,14 +226,25 @@ class _ModulePickler(_ByValuePickler):
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
             return _empty_module, (kind,), obj.__dict__, None, None, _put_parametrized
+        if isinstance(obj, (FunctionType, type)) and self._reaches_model(obj):
+            return _class_of_its_own(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
         if type(obj) not in (torch.Tensor, nn.Parameter):
             return super().reducer_override(obj)
+        if self.own and obj.requires_grad and obj.is_leaf and id(obj) not in self.own:
+            return _held, ("a tensor that requires a gradient, and that no module has registered",)
         if obj.layout != torch.strided or obj.is_quantized:
             return (None if type(obj) is nn.Parameter else _taken_apart(obj)) or NotImplemented
         view = (obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset())
         flags = (obj.requires_grad, obj.is_conj(), obj.is_neg())
         storage = self._empty(obj) if obj.is_meta else self._number(obj)
         return _tensor_of_storage, (storage, type(obj) is nn.Parameter, view, flags)
+
+    def _reaches_model(self, code: Any) -> bool:
+        """Whether a function or class of an importable module reaches the model by a global. If it were imported anew, it would
+        reach another model."""
+        if not self.own or not is_own_code(code):
+            return False
+        return any(id(each.value) in self.own for each in reached_by(code, code.__qualname__, narrowly=False))
 
     def _empty(self, tensor: torch.Tensor) -> "_EmptyMemory":
         if id(tensor) not in self.empty:
@@ -245,6 +262,12 @@ class _ModulePickler(_ByValuePickler):
             self.numbers[storage._cdata] = len(self.tensors)
             self.tensors.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).cpu())
         return self.numbers[storage._cdata]
+
+
+def _class_of_its_own(kind: type) -> tuple[Any, ...]:
+    """A class by value. In this process it becomes another one: cloudpickle would change the class that is there."""
+    make, (constructor, name, bases, options, _, extra), *rest = _dynamic_class_reduce(kind)
+    return make, (constructor, name, bases, options, None, extra), *rest
 
 
 def _empty_module(kind: type[nn.Module]) -> nn.Module:
@@ -296,6 +319,10 @@ def _tensor(number: int) -> torch.Tensor:
 def _held(place: Any) -> torch.Tensor:
     """A tensor that the process has that unpickles."""
     return _unpickling.held(place)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _pickled_before(start: int, end: int) -> Pickled:

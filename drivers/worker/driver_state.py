@@ -28,7 +28,7 @@ from pippy.drivers.protocol.gradients import (
 from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
-from pippy.drivers.protocol.parameters import Initialize, TensorLocation
+from pippy.drivers.protocol.parameters import Initialize, TensorLocation, unreadable
 from pippy.drivers.protocol.profiles import GiveTrace, StartProfile, StopProfile
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import AskCompiled, Load
@@ -91,7 +91,7 @@ class DriverState:
         self.given_up, self.index, self.shares_process = given_up, index, shares_process
         self.transport, self.device, self.constant = transport, device, load.constant
         self.copies, self.place = copies, StepDevice(device, copies)
-        self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
+        self.modules: dict[str, nn.Module] = unpickle(load.modules, unreadable, device)
         for module in self.modules.values():
             module.to(device)
             if device.type == "cuda":

@@ -83,7 +83,7 @@ class Qualnames:
         """The user's name of a tensor or module, from its stage-local name."""
         head, _, rest = (local if isinstance(local, str) else "").removeprefix("split_gm.").partition(".")
         if head == LOSS:
-            return local
+            return next((name for name, places in self.places.items() if local in places), local)
         if stage_index(head) is None or not rest:
             raise NameLookupError(
                 f"{brief(local)} is no name inside a stage; such names look like 'submod_0.layer.weight'"
@@ -101,6 +101,12 @@ class Qualnames:
         if name not in self.canonical:
             raise NameLookupError(unknown_name("parameter or buffer", name, self.canonical))
         return self.places.get(self.canonical[name], ())
+
+    def note_readers(self, name: str) -> None:
+        """Note in `read_by_several` who holds a tensor, if several do."""
+        held = [each.partition(".") for each in self.places[name]]
+        for stage, _, local in held if len(held) > 1 else ():
+            self.read_by_several[stage] = tuple(dict.fromkeys((*self.read_by_several.get(stage, ()), local)))
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -145,7 +151,5 @@ def place(names: Qualnames, model: nn.Module, stages: Mapping[str, nn.Module]) -
     names.places = {name: tuple(qualnames) for name, qualnames in places.items()}
     tensors = {name: tensor for name, tensor in named_state(model) if names.canonical[name] == name}
     names.unused = {name: tensor for name, tensor in tensors.items() if name not in places}
-    for qualnames in places.values():
-        if len(qualnames) > 1:
-            for stage, _, local in (each.partition(".") for each in qualnames):
-                names.read_by_several[stage] = (*names.read_by_several.get(stage, ()), local)
+    for name in names.places:
+        names.note_readers(name)

@@ -29,7 +29,7 @@ from pippy.ir.base.names import stage_name
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
-from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
+from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
@@ -97,7 +97,7 @@ class _Constraints:
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self.uses = uses_of_tensors(traced)
         self.config = config_by_tensor(traced.model, spec)
-        self.changed_by_modules = {*changed, *_running_statistics(traced)}
+        self.changed_by_modules = {*changed, *running_statistics(_modules(traced))}
         self.mutations, self.roots = find_mutations(traced.graph, traced.attributes)
         self.changed_by_nodes = {
             id(traced.attributes[str(each.root.target)]) for each in self.mutations if each.root.op == "get_attr"
@@ -136,9 +136,6 @@ class _Constraints:
             if chosen is not None and chosen[1] is MultiUseParameterConfig.TRANSMIT:
                 why = f"{uses.name} is to be transmitted, out of a leaf module"
                 yield Constraint(first, last, why, _refused_transmission(uses, chosen[0]))
-            elif uses.tensor.requires_grad and not isinstance(uses.tensor, nn.Parameter):
-                why = f"{uses.name} requires a gradient and is no parameter"
-                yield Constraint(first, last, why, _refused_no_parameter(uses))
 
     def of_values_changed_in_place(self) -> Iterator[Constraint]:
         for mutation in self.mutations:
@@ -250,12 +247,6 @@ def _refused_transmission(uses: TensorUses, name: str) -> Callable[[Stages], Pip
     )
 
 
-def _refused_no_parameter(uses: TensorUses) -> Callable[[Stages], PippyError]:
-    return lambda stages: SharedParameterError(
-        f"{uses.name!r} requires a gradient but is no nn.Parameter, and {_users(uses, stages)} use it; make it one"
-    )
-
-
 def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
     mark = next((node for node in part.nodes if node.target is pipe_split), part.begin)
     return lambda stages: SplitError(
@@ -265,9 +256,6 @@ def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
     )
 
 
-def _running_statistics(traced: Traced) -> Iterator[int]:
-    """The ids of the buffers that batch norms change whenever they are called."""
+def _modules(traced: Traced) -> Iterator[nn.Module]:
     for value in traced.attributes.values():
-        for module in value.modules() if isinstance(value, nn.Module) else ():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.training:
-                yield from (id(buffer) for buffer in module.buffers())
+        yield from (module for module in (value.modules() if isinstance(value, nn.Module) else ()) if module.training)

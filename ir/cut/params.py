@@ -76,7 +76,7 @@ def decide(
         if key not in changed and isinstance(shared.tensor, nn.Parameter):
             copied = is_to_replicate(config.get(key), spec) or not shared.can_travel
             (sharing.replicated if copied else sharing.transmitted)[key] = shared
-        elif key in changed or shared.tensor.requires_grad:
+        elif key in changed:
             sharing.transmitted[key] = shared
     return sharing
 
@@ -118,11 +118,12 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
         for stage in shared.stages[1:]:
-            copies.setdefault(stage, {})[key] = _copy(shared.tensor)
+            copies.setdefault(stage, {})[key] = replica_of(shared.tensor)
     return copies
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def replica_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter, for another stage or the loss."""
     replica = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
     replica.__dict__.update(tensor.__dict__)
     return replica

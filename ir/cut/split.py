@@ -86,6 +86,10 @@ def _stage_module(
     for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before its parts
         held = _for_stage(target, plan.traced.attributes[target], copies, memo)
         install(module, target, held, plan.traced.model, target in names.saved)
+    registered = {id(tensor) for _, tensor in named_state(module)}
+    for key, shared in plan.used.items():  # what modules, hooks and functions of the stage reach by plain references
+        if stage.index in shared.by_leaf and id(tensor := copies.get(key, shared.tensor)) not in registered:
+            install(module, shared.name, tensor, plan.traced.model, shared.name in names.saved)
     module.graph = graph
     return module
 

@@ -1,10 +1,11 @@
 """The operations of a traced graph in their order, and which of them use each parameter and buffer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import first_names, named_state
@@ -47,17 +48,26 @@ def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:
     tensors = {id(tensor): tensor for _, tensor in named_state(traced.model)}
     uses = {key: TensorUses(name, tensors[key]) for key, name in first_names(traced.model).items()}
     for node in traced.graph.nodes:
+        users = [node] if node in number else [user for user in node.users if user in number]
         if node.op == "get_attr":
             tensor = traced.attributes[str(node.target)]
             if isinstance(tensor, torch.Tensor):  # not a training flag, of which each stage has its own
-                users = [number[user] for user in node.users if user in number]
-                uses.setdefault(id(tensor), TensorUses(str(node.target), tensor)).by_name.extend(users)
+                by_name = uses.setdefault(id(tensor), TensorUses(str(node.target), tensor)).by_name
+                by_name.extend(number[user] for user in users)
         elif node.op == "call_module":
             for name, tensor in _state(traced.attributes[str(node.target)]):
                 uses.setdefault(id(tensor), TensorUses(f"{node.target}.{name}", tensor)).by_leaf.append(number[node])
+        for tensor in () if is_constant(node) else traced.reached(node):
+            uses[id(tensor)].by_leaf.extend(number[user] for user in users)
     return uses
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def running_statistics(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the buffers that norms among some modules change whenever they are called in training mode."""
+    norms = (each for each in modules if isinstance(each, _NormBase) and each.track_running_stats)
+    return {id(buffer) for norm in norms for buffer in norm.buffers()}

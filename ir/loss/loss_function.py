@@ -15,14 +15,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pippy.ir.base.errors import LossError
 from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.cut.params import replica_of
+from pippy.ir.cut.uses import running_statistics
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
+from pippy.ir.record.reached import ModelTensors, reached_by
 from pippy.ir.record.wiring import Wiring
+from pippy.ir.run.graph_module import install
 
 
 class FunctionLoss(nn.Module):
@@ -63,7 +68,9 @@ def check_loss_function(loss_fn: object) -> None:
         ) from None
 
 
-def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any], target_name: str) -> None:
+def attach_loss_function(
+    compiled: Compiled, loss_fn: Callable[..., Any], target_name: str, model: ModelTensors
+) -> None:
     """Add an input for the target and the call ``loss_fn(output, target)``, and return its result."""
     module = loss_fn if isinstance(loss_fn, nn.Module) else FunctionLoss(loss_fn)
     top, graph = compiled.split_gm, compiled.split_gm.graph
@@ -75,7 +82,7 @@ def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any], target
     with graph.inserting_before(output):
         loss = graph.create_node("call_module", LOSS, (output.args[0], target), name=LOSS)
     output.args = (loss,)
-    top.add_module(LOSS, _with_own_parameters(compiled, module))
+    top.add_module(LOSS, _with_own_parameters(compiled, module, model))
     top.recompile()
     compiled.target_name, compiled.loss = target.name, Loss(loss.name)
     compiled.seen_inputs[LOSS] = tuple(enumerate(value.name for value in flat_inputs(loss)))
@@ -91,28 +98,50 @@ def _after_inputs(graph: fx.Graph) -> fx.Node:
     return next(node for node in graph.nodes if node.op != "placeholder" or str(node.target).startswith("**"))
 
 
-def _with_own_parameters(compiled: Compiled, module: nn.Module) -> nn.Module:
-    """The loss, with a copy of each parameter that it shares with a stage. The parameter is replicated then."""
-    held = {id(tensor): (stage, name) for stage, part in compiled.stages() for name, tensor in part.named_parameters()}
-    shared = {id(tensor): name for name, tensor in module.named_parameters() if id(tensor) in held}
-    if not shared:
-        return module
-    loss = copy.deepcopy(
-        module, {id(tensor): tensor for name, tensor in named_state(module) if id(tensor) not in shared}
-    )
-    copies = dict(named_state(loss))
-    for key, name in shared.items():
-        assert copies[name] is not None
-        _record_copy(compiled, *held[key], name)
-    return loss
+def _with_own_parameters(compiled: Compiled, module: nn.Module, model: ModelTensors) -> nn.Module:
+    """The loss, which holds what it has registered of the model, and what it reaches there by plain references.
+
+    Of a parameter that a stage has, too, it holds a copy: the parameter is replicated then.
+    """
+    registered = {id(tensor): tensor for _, tensor in named_state(module)}
+    loss_fn = module.function if isinstance(module, FunctionLoss) else module
+    found = model.among(reached_by(loss_fn, "loss_fn"), registered, LossError)
+    changing = running_statistics(compiled.split_gm.modules())
+    for each in found:
+        if id(each.value) in changing:
+            raise LossError(f"{each} changes in each micro-batch; let the model return what the loss needs of it")
+    held = {**registered, **{id(each.value): each.value for each in found}}
+    own = {key: _own_of(compiled, tensor, model.names[key]) for key, tensor in held.items() if key in model.names}
+    if any(own.get(key, tensor) is not tensor for key, tensor in registered.items()):
+        module = copy.deepcopy(module, {**model.tensors, **registered, **own})
+    if found and not isinstance(module, FunctionLoss):
+        module = FunctionLoss(module)
+    for each in found:
+        install(module, f"model.{model.names[id(each.value)]}", own[id(each.value)], module)
+    names = {id(tensor): model.names[key] for key, tensor in own.items()}
+    for local, tensor in named_state(module):
+        if (name := names.pop(id(tensor), None)) is not None:
+            _record(compiled, name, local, isinstance(tensor, nn.Parameter))
+    return module
 
 
-def _record_copy(compiled: Compiled, stage: str, local: str, name: str) -> None:
-    """Write down that ``name`` of the loss is a copy of the parameter ``local`` of a stage."""
-    group = next((group for group in compiled.replicated_params if group.get(stage) == local), None)
-    if group is None:
-        group = {stage: local}
-        compiled.replicated_params.append(group)
-    group[LOSS] = name
-    canonical = compiled.qualnames.canonical[compiled.qualnames.remap(f"{stage}.{local}")]
-    compiled.qualnames.places[canonical] += (f"{LOSS}.{name}",)
+def _own_of(compiled: Compiled, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """What the loss holds of a tensor of the model."""
+    is_copied = isinstance(tensor, nn.Parameter) and name in compiled.qualnames.places
+    return replica_of(tensor) if is_copied else tensor
+
+
+def _record(compiled: Compiled, name: str, local: str, is_parameter: bool) -> None:
+    """Write down that the loss holds a tensor of the model: ``local``, its own or a copy of that of a stage."""
+    names = compiled.qualnames
+    before = names.places.get(name, ())
+    names.places[name] = (*before, f"{LOSS}.{local}")
+    names.unused.pop(name, None)
+    if before and is_parameter:
+        stage, _, own = before[0].partition(".")
+        group = next((each for each in compiled.replicated_params if each.get(stage) == own), None)
+        if group is None:
+            compiled.replicated_params.append(group := {stage: own})
+        group[LOSS] = local
+    elif before:
+        names.note_readers(name)

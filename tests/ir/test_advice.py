@@ -539,7 +539,7 @@ SHARED = [
         lambda: same(keeps_weight_in_leaf(net(uses_in_leaf)), X, multi_use_param_spec=REPLICATE, tracer=Keeps),
     ),
     (
-        "make it one",
+        "Register it as an nn.Parameter of the model",
         lambda: pipeline(scales_twice(torch.ones(4, requires_grad=True)), tracer=Keeps),
         lambda: same(scales_twice(nn.Parameter(torch.ones(4))), X, tracer=Keeps),
     ),

@@ -168,10 +168,12 @@ class PlainTensorWithGradient(Base):
 
 
 def test_a_plain_tensor_that_requires_a_gradient():
-    """It was taken for a parameter to replicate, though the model does not list it."""
+    """It was taken for a parameter to replicate, though the model does not list it; on workers its gradient was lost."""
     model = PlainTensorWithGradient()
-    pipe = pipeline(model, half_square, multi_use_param_spec=REPLICATE)
-    pipe(X, X)
+    with pytest.raises(SharedParameterError, match=r"^scale \(.* requires a gradient.*Register it as an nn.Parameter"):
+        pipeline(model, half_square, multi_use_param_spec=REPLICATE)
+    model.scale = nn.Parameter(model.__dict__.pop("scale").detach())
+    pipeline(model, half_square, multi_use_param_spec=REPLICATE)(X, X)
     mine, model.scale.grad = model.scale.grad, None
     half_square(model(X), X).backward()
     assert_same(mine, model.scale.grad, "gradient")

@@ -7,7 +7,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks, same_bytes
-from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.protocol.parameters import TensorLocation, unreadable
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value, unpickle
 
 Tensor = Callable[[TensorLocation], torch.Tensor]
@@ -29,8 +29,8 @@ class ParameterHooks:
         self._held: dict[int, Any] = {}  # what stands for the model's tensors that the functions hold
         self._model_tensors: list[torch.Tensor] = []
 
-        def held(each: TensorLocation | ElsewhereTensor) -> torch.Tensor:
-            found = tensor(each) if isinstance(each, TensorLocation) else each.made()
+        def held(each: TensorLocation | str) -> torch.Tensor:
+            found = tensor(each) if isinstance(each, TensorLocation) else unreadable(each)
             self._held[id(found)] = each
             self._model_tensors.append(found)
             return found
@@ -56,9 +56,7 @@ class ParameterHooks:
         try:
             found = own.hooks.accumulated(parameter, gradient, before)
         except Exception as error:
-            raise DriverError(
-                f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}{self._lacking(error)}"
-            ) from error
+            raise DriverError(f"a gradient hook of {own.name!r} failed: {type(error).__name__}: {error}") from error
         if parameter._version != version:
             if values is not None:
                 with torch.no_grad():
@@ -77,16 +75,6 @@ class ParameterHooks:
             )
         self._tried.add(key)
         return found
-
-    def _lacking(self, error: Exception) -> str:
-        """What to say of a failure that may come from tensors without numbers."""
-        elsewhere = any(isinstance(each, ElsewhereTensor) for each in self._held.values())
-        if not elsewhere or "meta" not in str(error).lower():
-            return ""
-        return (
-            ". A hook may compute with parameters and buffers of the model that are on its own worker; those of others have no "
-            "numbers there (device meta): let it hold a copy, mask = weight.detach().clone()"
-        )
 
     def _pickled(self, own: NamedHooks) -> Pickled:
         data, tensors = pickle_by_value(own, self._held)

@@ -1,14 +1,15 @@
 """Runs modules and leaves what they change as it was: random states, buffers, attributes and training flags."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from pippy.drivers.protocol.parameters import UnreadableTensor
 from pippy.drivers.worker.state.forward_state import Before
-from pippy.ir.loss.loss_function import FunctionLoss
+from pippy.ir.record.reached import reached_by
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.run.snapshot import Snapshot
 
@@ -35,13 +36,12 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
 
 def as_now(roots: Sequence[Any]) -> Callable[[], None]:
     """What puts back the buffers, attributes and training flags that modules, and what loss functions refer to, have now."""
-    functions = [each.function if isinstance(each, FunctionLoss) else each for each in roots]
-    held = [*roots, *functions, *(each for function in functions for each in _reached(function))]
-    modules = dict.fromkeys(each for root in held if isinstance(root, nn.Module) for each in root.modules())
+    found = [each.value for root in roots for each in reached_by(root, "", kind=(torch.Tensor, nn.Module))]
+    modules = dict.fromkeys(each for each in found if isinstance(each, nn.Module) and _is_here(each))
     scripted = [each for each in modules if isinstance(each, torch.jit.ScriptModule)]  # with attributes not in Python
     plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-    tensors = [each for each in held if isinstance(each, torch.Tensor) and not each.requires_grad]
-    tensors += [buffer for each in scripted for buffer in each.buffers(recurse=False)]
+    tensors = [each for each in found if type(each) is torch.Tensor and not each.requires_grad]
+    tensors += [buffer for each in scripted for buffer in each.buffers()]
     numbered = dict(enumerate(tensors))
     before, others = Before(plain, None), Snapshot(numbered, copied=numbered)
     flags = [(each, each.training) for each in plain]
@@ -55,15 +55,6 @@ def as_now(roots: Sequence[Any]) -> Callable[[], None]:
     return put_back
 
 
-def _reached(function: Any) -> Iterator[Any]:
-    """What a function refers to by its closure, its arguments or its object."""
-    if hasattr(function, "func"):  # a partial
-        yield from _reached(function.func)
-        yield from [*function.args, *function.keywords.values()]
-    yield getattr(function, "__self__", None)
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
-            yield cell.cell_contents
-    code = getattr(function, "__code__", None)
-    names = code.co_names if code is not None else ()
-    yield from (function.__globals__[name] for name in names if name in function.__globals__)
+def _is_here(module: nn.Module) -> bool:
+    """Whether this process has the buffers of a module."""
+    return not any(isinstance(each, UnreadableTensor) for each in module._buffers.values())
