@@ -79,10 +79,13 @@ def _functions_replaced() -> Iterator[None]:
                 F.batch_norm = _BATCH_NORM
 
 
+def norms_are_still() -> bool:
+    """Whether batch norms are still: also in a backward, where modes for functions have no effect."""
+    return any(isinstance(each, _DrawnAlike) and each.stills_norms for each in _get_current_dispatch_mode_stack())
+
+
 def _batch_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `F.batch_norm`, in whichever thread: only the modes for operations say whether they are still."""
-    stills = any(isinstance(each, _DrawnAlike) and each.stills_norms for each in _get_current_dispatch_mode_stack())
-    return (_still if stills else _BATCH_NORM)(*args, **kwargs)
+    return (_still if norms_are_still() else _BATCH_NORM)(*args, **kwargs)
 
 
 def _still(

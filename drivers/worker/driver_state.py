@@ -54,8 +54,8 @@ from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
 from pippy.drivers.worker.measure.output_probe import OutputProbe
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
+from pippy.drivers.worker.measure.seen_calls import SeenCalls
 from pippy.drivers.worker.measure.watch import Watch
-from pippy.drivers.worker.measure.witness import Witness
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.initialization import initialize
@@ -252,10 +252,10 @@ class DriverState:
         if step.scale is not None:
             context.weights = [weight * step.scale for weight in step.weights]
         outputs = OutputProbe(executor.program.order, step.inputs) if step.probe_outputs else None
-        witness = Witness(executor.program.order, given_gradients) if step.see else None
+        seen = SeenCalls(executor.program.order, given_gradients) if step.see else None
         watch = Watch(step.inputs) if step.watch else None
         kept = executor.saved_memory if step.weigh else None
-        watchers = (executor.recorder if step.record else None, kept, outputs, witness)
+        watchers = (executor.recorder if step.record else None, kept, outputs, seen)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
         prepared = 0 if self.graphs is None else self.graphs.begin_step()
@@ -279,8 +279,8 @@ class DriverState:
             result = replace(result, kept=dict(kept.kept))
         if outputs is not None:
             result = replace(result, by_chance=tuple(outputs.by_chance))
-        if witness is not None:
-            result = replace(result, seen=tuple(witness.seen))
+        if seen is not None:
+            result = replace(result, seen=tuple(seen.seen))
         if watch is not None:
             result = replace(result, asked=watch.asked())
         if step.weighed:

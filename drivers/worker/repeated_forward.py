@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.worker.state.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
+from pippy.drivers.compare.alike import norms_are_still
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
 from pippy.ir.run.computed_again import said
+from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
@@ -40,7 +41,7 @@ class Kept:
 
 @dataclass
 class _Known:
-    """What the forwards of a stage are known to write, with these training flags."""
+    """What the forwards of a stage are known to write, with these training flags, and with batch norms still or not."""
 
     flags: list[bool]
     tensors: set[tuple[int, str]] = field(default_factory=set)
@@ -61,7 +62,7 @@ class RepeatedForward:
 
         Of inputs, only those from ``outside`` are kept. None if the stage cannot be run again from these.
         """
-        flags = [module.training for module in self.modules]
+        flags = [*(module.training for module in self.modules), norms_are_still()]
         known = self.known if self.known is not None and self.known.flags == flags else None
         own = tuple(map_leaves(lambda leaf: leaf, value) if is_own else None for value, is_own in zip(inputs, outside))
         tensors_given = dict(enumerate(tensors(own)))

@@ -168,9 +168,6 @@ def half_labelled(count=3, rows=ROWS):
     return [(2 * torch.randn(rows, 6), torch.randint(3, (rows,))) for _ in range(count)]
 
 
-ORDER = "the rows that the first step tries are in another order in micro-batches than in the whole"
-
-
 @pytest.mark.parametrize("rows", [ROWS, 11])
 @in_micro_batches
 def test_fixmatch_in_one_batch_is_refused_in_micro_batches(schedule, rows, workers):
@@ -178,14 +175,12 @@ def test_fixmatch_in_one_batch_is_refused_in_micro_batches(schedule, rows, worke
         PipelineDriver(pipeline(Classifier(), fix_match), workers, schedule=schedule).run(3, *half_labelled(1, rows)[0])
 
 
-@pytest.mark.xfail(reason=ORDER, strict=True)
 @in_micro_batches
 def test_fixmatch_is_told_of_one_loss_over_all_rows(schedule, workers):
     with pytest.raises(MicrobatchError, match=r"PipelineDriverFillDrain\(pipe, single_loss=True\)"):
         PipelineDriver(pipeline(Classifier(), fix_match), workers, schedule=schedule).run(3, *half_labelled()[0])
 
 
-@pytest.mark.xfail(reason=ORDER, strict=True)
 def test_fixmatch_with_one_loss_over_all_rows(workers):
     assert_same_steps(Classifier(), fix_match, half_labelled(), workers, "fill_drain", chunks=3, single_loss=True)
 
@@ -224,7 +219,6 @@ def of_the_sure_ones(logits, target):
     return F.cross_entropy(logits[keep], pseudo[keep])
 
 
-@pytest.mark.xfail(reason="a count of targets is advised that fits by chance: the loss reads no target", strict=True)
 @in_micro_batches
 def test_a_mean_over_sure_rows_is_told_of_one_loss_over_all_rows(schedule, workers):
     for batch in half_labelled():

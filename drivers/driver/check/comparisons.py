@@ -221,7 +221,12 @@ class Comparisons:
     def witnessed(self, rows: TriedRows, reduction: LossReduction, turned: bool = False) -> WitnessStep:
         """The right numbers of some rows. They are computed once: another order of the rows changes rounding alone."""
         wide = self._is_wide(rows.division)
-        key = (rows.key, turned, wide)
+        key = (
+            rows.key,
+            tuple(rows.order) if reduction.single else (),
+            turned,
+            wide,
+        )  # one loss over rows may ask for order
         if key not in self._witnessed:
             self._witnessed[key] = rows, self._witness(rows, reduction, turned, wide)
         return self._witnessed[key][1]

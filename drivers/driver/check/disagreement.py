@@ -32,10 +32,10 @@ def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: RowComparis
     else:
         text += f"The losses of the micro-batches add up as {kind}, but these do not: "
     others = [each for each in comparison.differences if each.kind != "loss"]
-    return text.rstrip() + f"\n{table_of(compiled, placed, others)}\n" if others else text
+    return text.rstrip() + f"\n{lines_of(compiled, placed, others)}\n" if others else text
 
 
-def table_of(compiled: Compiled, placed: PlacedPipe, differences: Sequence[Difference]) -> str:
+def lines_of(compiled: Compiled, placed: PlacedPipe, differences: Sequence[Difference]) -> str:
     """The worst differences, a line each."""
     lines = [
         f"  {each.kind} of {_user_name(placed, each)}: off by {each.off:.2g} of its size"
@@ -45,7 +45,7 @@ def table_of(compiled: Compiled, placed: PlacedPipe, differences: Sequence[Diffe
     return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
 
 
-def stage_of(placed: PlacedPipe, name: str) -> str:
+def stages_with(placed: PlacedPipe, name: str) -> str:
     """The stages that hold a parameter or buffer; "" if none does."""
     try:
         calls = [place.call for _, place in placed.locations(name)]
@@ -87,7 +87,7 @@ def _spelled(compiled: Compiled, comparison: RowComparison) -> str:
 
 
 def _user_name(placed: PlacedPipe, each: Difference) -> str:
-    stage = "" if each.name.startswith(f"{LOSS}.") else stage_of(placed, each.name)
+    stage = "" if each.name.startswith(f"{LOSS}.") else stages_with(placed, each.name)
     return f"{each.name!r} ({stage})" if stage else repr(each.name)
 
 

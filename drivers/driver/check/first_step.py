@@ -31,7 +31,7 @@ from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNot
 from pippy.drivers.driver.check.checked import Budget, Checked
 from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison, Unlike
 from pippy.drivers.driver.check.differences import Difference
-from pippy.drivers.driver.check.disagreement import disagreement, stage_of
+from pippy.drivers.driver.check.disagreement import disagreement, stages_with
 from pippy.drivers.driver.check.edits import edited
 from pippy.drivers.driver.check.lost_in_tracing import where_lost
 from pippy.drivers.driver.check.origin import by_place
@@ -342,9 +342,18 @@ class FirstStep:
             self._awaited = asked.questions
             if not self._holds_awaited(sets[0].rows.mini_batch):
                 return
-        if candidate is not None:
+        if candidate is not None and self._fits_all_rows(sets[0].rows, LossReduction(candidate.how)):
             raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")
         raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._loss_reduction))
+
+    def _fits_all_rows(self, rows: TriedRows, reduction: LossReduction) -> bool:
+        """Whether all rows agree with this reduction, as far as they can be compared: a few may by chance."""
+        if self.witness is None or isinstance(rows, WholeRows):
+            return True
+        try:
+            return self.comparisons.compared(WholeRows(rows.mini_batch), reduction).agrees
+        except Unlike:
+            return True
 
     def _check_followed(self, rows: TriedRows) -> None:
         """Raise if the stages do not compute what the plain model does where rows are not cut, as far as they can."""
@@ -370,7 +379,7 @@ class FirstStep:
         """The differences, with their stages."""
         placed = self.trials.placed
         return [
-            replace(each, stage=stage_of(placed, each.name) if each.name else "") for each in comparison.differences
+            replace(each, stage=stages_with(placed, each.name) if each.name else "") for each in comparison.differences
         ]
 
     def _are_torchs(self, sets: Sequence[RowComparison], asked: TrialNotes) -> bool:

@@ -21,7 +21,7 @@ from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.run.keyed_draws import RandomStep
 from pippy.ir.run.stage_backward import loss_inside
 
-Places = Mapping[str, Collection[TensorLocation]]
+BufferPlaces = Mapping[str, Collection[TensorLocation]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tried:
     weights: tuple[float, ...]
     dtype: torch.dtype
     numbers: Mapping[ComparedKey, Any]
-    places: Places = field(default_factory=dict)
+    places: BufferPlaces = field(default_factory=dict)
     disagreeing: frozenset[str] = frozenset()
     asked: TrialNotes = field(default_factory=TrialNotes)
 
@@ -127,7 +127,7 @@ class TrialSteps:
 
     def of_step(
         self, steps: Mapping[int, Step], written: frozenset[str], follow: Collection[TensorLocation]
-    ) -> tuple[dict[int, StepResult], dict[ComparedKey, Any], Places, frozenset[str]]:
+    ) -> tuple[dict[int, StepResult], dict[ComparedKey, Any], BufferPlaces, frozenset[str]]:
         """Run the messages of a step as a trial: the answers; digests; where buffers are, and about which micro-batches
         disagree."""
         answers = self._answers(steps, HowTried(written=written, follow=frozenset(follow)), few=False)
@@ -142,7 +142,7 @@ class TrialSteps:
         }
         return self.commands.call(bodies, self.limit)
 
-    def _numbers(self, answers: Mapping[int, TrialResult], summed: bool) -> tuple[dict[ComparedKey, Any], Places]:
+    def _numbers(self, answers: Mapping[int, TrialResult], summed: bool) -> tuple[dict[ComparedKey, Any], BufferPlaces]:
         """The gradients and buffers by the user's names, and where buffers are. If the gradients of copies were not added up
         by the workers, they are ``summed`` here: digests are linear."""
         names, owned = self._names(), self._names(owned=True)

@@ -8,9 +8,9 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.driver.check.comparisons import Comparisons, Unlike
 from pippy.drivers.driver.check.differences import Comparison, Difference, Numbers
-from pippy.drivers.driver.check.disagreement import table_of
+from pippy.drivers.driver.check.disagreement import lines_of
 from pippy.drivers.driver.check.rows import WholeRows
-from pippy.drivers.driver.check.trial_steps import Places
+from pippy.drivers.driver.check.trial_steps import BufferPlaces
 from pippy.drivers.driver.check.witness import HowWitnessed, WitnessStep, turned_numbers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.parameters import TensorLocation
@@ -23,7 +23,7 @@ class WholeTrial:
 
     numbers: Numbers
     weights: tuple[float, ...]
-    places: Places
+    places: BufferPlaces
     disagreeing: frozenset[str]
 
 
@@ -80,7 +80,7 @@ class WholeStep:
         return (
             "the step was run by the plain model and, as a trial, by the workers. Numbers differ by more than rounding, "
             "though they agree when the same micro-batches are run all forwards first:\n"
-            f"{table_of(compiled, placed, self.differences)}\n"
+            f"{lines_of(compiled, placed, self.differences)}\n"
             "This is a fault of a worker, of what is sent, or of pippy: please report it"
         )
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pippy.drivers.protocol.parameters import UnreadableTensor
-from pippy.drivers.worker.state.forward_state import Before
-from pippy.ir.record.reached import reached_by
+from pippy.ir.record.reached import is_own_code, reached_by
+from pippy.ir.run.forward_state import Before
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.run.snapshot import Snapshot
 
@@ -36,7 +36,7 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
 
 def as_now(roots: Sequence[Any]) -> Callable[[], None]:
     """What puts back the buffers, attributes and training flags that modules, and what loss functions refer to, have now."""
-    found = [each.value for root in roots for each in reached_by(root, "", kind=(torch.Tensor, nn.Module))]
+    found = [each.value for root in roots for each in reached_by(root, "", kind=object)]
     modules = dict.fromkeys(each for each in found if isinstance(each, nn.Module) and _is_here(each))
     scripted = [each for each in modules if isinstance(each, torch.jit.ScriptModule)]  # with attributes not in Python
     plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
@@ -45,14 +45,27 @@ def as_now(roots: Sequence[Any]) -> Callable[[], None]:
     numbered = dict(enumerate(tensors))
     before, others = Before(plain, None), Snapshot(numbered, copied=numbered)
     flags = [(each, each.training) for each in plain]
+    objects = [(vars(each), dict(vars(each))) for each in found if _has_attributes(each)]
 
     def put_back() -> None:
         before.put_back()
         others.restore()
+        for now, then in objects:
+            now.clear()
+            now.update(then)
         for each, flag in flags:
             each.training = flag
 
     return put_back
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, such as a loss that is no module."""
+    return (
+        not isinstance(value, (nn.Module, torch.Tensor, type))
+        and is_own_code(type(value))
+        and hasattr(value, "__dict__")
+    )
 
 
 def _is_here(module: nn.Module) -> bool:

@@ -19,8 +19,8 @@ from pippy.drivers.protocol.states import WorkerState
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.measure.leave_unchanged import as_now
-from pippy.drivers.worker.state.forward_state import RandomNumbers
 from pippy.ir.base.trees import map_tensors
+from pippy.ir.run.forward_state import RandomNumbers
 from pippy.ir.run.random_state import RandomState
 
 

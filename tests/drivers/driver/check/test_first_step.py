@@ -773,7 +773,8 @@ def test_what_it_holds_is_counted(threads, monkeypatch):
 def test_it_stays_within_memory(threads):
     x = torch.randn(32, 64)
     pipe = pipeline(Wide(), nn.MSELoss())
-    needed = max(PipelineDriver1F1B(pipe, threads).memory(8, x, x).check)
+    tried = PipelineDriver1F1B(pipe, threads).steps
+    needed = max(tried.trial_bytes.of(TriedRows(division_of(tried.model, x)).divided(1)))
     driver = PipelineDriver(pipe, threads, schedule="auto", memory=needed)
     assert driver.steps.trial_fits(TriedRows(division_of(driver, x)).divided(1))
     less = PipelineDriver(pipe, threads, schedule="auto", memory=needed - 1)

@@ -13,7 +13,7 @@ from pippy.drivers.worker.measure.calls import BoundCall, with_calls
 from pippy.ir.base.trees import map_tensors
 
 
-class Witness:
+class SeenCalls:
     """Sees the computations of one step of a program. ``given`` has the gradients of a call's outputs."""
 
     def __init__(self, order: Sequence[Instruction], given: Callable[[Any, Sequence[Any], int], Any]) -> None:
