@@ -299,7 +299,7 @@ class FirstStep:
         chosen = [each.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
-                raise MicrobatchError(_unknown_choice(untried))
+                raise MicrobatchError(_unknown_choice(untried, self.remedies.may_be_single))
 
     def check_choices_of(self, answers: Mapping[int, StepResult]) -> None:
         """Raise if, in a step, masks on the way to a mean have chosen other shares of some micro-batches than of others."""
@@ -427,7 +427,7 @@ def _masks(asked: TrialNotes) -> list[ComputedChoice]:
     return [each for each in asked.chosen if not each.ranked]
 
 
-def _unknown_choice(chosen: ComputedChoice) -> str:
+def _unknown_choice(chosen: ComputedChoice, may_be_single: bool) -> str:
     if chosen.ranked:
         return (
             "the loss has a mean over rows of what each row chooses, as a loss that balances experts has. All rows that were "
@@ -441,6 +441,8 @@ def _unknown_choice(chosen: ComputedChoice) -> str:
         f"  {chosen.where}\n"
         "Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda target: (target "
         ">= 0).sum(); or give 'mean' if the mask never leaves rows out"
+        + "; or compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True)" * may_be_single
+        + "; or run one micro-batch, chunks=1"
     )
 
 
