@@ -254,7 +254,7 @@ class PipelineDriverBase(ModelOnWorkers):
     def compiled(self) -> dict[str, str]:
         """How each stage runs if the driver has ``compile=``: as graphs, or eagerly and why. Empty for other drivers.
 
-        It waits for steps that are under way, and for no compiling in the background: it says what that has still to do.
+        It waits for steps that are under way.
 
         >>> from pippy import Pipe, PipelineDriver, local_cluster
         >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())
