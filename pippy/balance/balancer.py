@@ -18,14 +18,11 @@ import torch
 from pippy.balance.counted_stages import CountedStages
 from pippy.balance.figures import Figures, figures_of
 from pippy.balance.kept_by_operations import kept_by_operations
-from pippy.balance.kept_bytes import UnitValue
-from pippy.balance.measured_link import measured_link
 from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split, without_numbers
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
-from pippy.balance.transfer_times import MEASURED_LINK, Link, TransferTimes, link_of
 from pippy.balance.weighing import Weighing
 from pippy.balance.within_limit import Count, cuts_within
 from pippy.drivers.plan.choice.byte_sizes import byte_count
@@ -36,8 +33,7 @@ from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing, mark, marks, travelling_values
-from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.record.traced import Traced
 from pippy.ir.request import Request
 
@@ -66,7 +62,6 @@ class Balancer:
         memory_limit: int | str | None = None,
         param_scale: float | None = None,
         in_flight: int | None = None,
-        link: str | float | None = None,
         progress: bool | None = None,
         clock: Clock = time.perf_counter_ns,
         **asked: Any,
@@ -76,19 +71,13 @@ class Balancer:
         self.policy = self.asked = read_split(split, num_stages, self.request.has_example)
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
-        self.link = None if link is None or link == MEASURED_LINK else link_of(link)
-        self.measures_link = link == MEASURED_LINK
         self.progress, self.clock = progress, clock
-        self._check_link()
 
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and return the report about the stages."""
         _check_unmarked(traced)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
-        self._check_link()
-        if self.measures_link:
-            self.link = measured_link(self.policy.stages)
         spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
         figures = figures_of(traced, spec, self.param_scale)
         profile = self._profile(traced) if self.request.has_example else None
@@ -96,8 +85,7 @@ class Balancer:
             figures.crossing = crossing(traced, profile.sizes, spec)
             figures.constraints = [*constraints(traced, spec, profile.changed), *_untravelling(figures, profile)]
         kept_bytes = None if profile is None else kept_by_operations(traced, profile, with_loss, spec)
-        transfers = None if self.link is None or profile is None else _transfers(traced, profile, spec, self.link)
-        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight, kept_bytes, transfers)
+        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight, kept_bytes)
         counted = CountedStages(traced, self.request, self.in_flight)
 
         def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
@@ -130,16 +118,7 @@ class Balancer:
         )
         optimal = self.policy.kind not in ("names", "counts")
         note, within = self._memory_note(weighing.profile, uncounted), max(SLACK, weighing.uncertain)
-        link_note = weighing.link_note(cuts)
-        return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within, link_note)
-
-    def _check_link(self) -> None:
-        given = MEASURED_LINK if self.measures_link else self.link and self.link.text
-        if given is not None and self.policy.kind != "time":
-            raise BalanceError(
-                f"link={given!r} is counted beside the measured time of operations, and split={self.policy.text!r} "
-                "measures none; give split='time', num_stages and example_args, the arguments of one micro-batch"
-            )
+        return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
         request = self.request
@@ -168,13 +147,6 @@ class Balancer:
         )
         why = f"; peaks are not counted, as the model cannot run with fake tensors: {uncounted}" if uncounted else ""
         return f"{parameters}, and what is kept for backwards, {flight}{why}"
-
-
-def _transfers(traced: Traced, profile: Profile, spec: MultiUseParamSpec, link: Link) -> TransferTimes:
-    values = travelling_values(traced, profile.sizes, spec)
-    return TransferTimes(
-        len(profile.costs), tuple(UnitValue(made, tuple(users), size) for made, users, size in values), link
-    )
 
 
 def _what_parameters_cost(stages: int) -> str:

@@ -12,9 +12,9 @@ another bisection, the heaviest lightest stage; then the latest cuts. Measured c
 cuts within `SLACK` count as alike, and the latest are taken. If it is known that measured costs differ by more, the ceiling is
 raised by that.
 
-The bytes that a stage keeps, and the time in which it takes and sends values, depend on where it begins and ends, and a larger
-stage may have less of them. Then the allowed starts are no window, but any set. Both steps look at all starts that can be
-reached and that leave no more than the later stages may hold (at most stages × units × units).
+The bytes that a stage keeps depend on where it begins and ends, and a larger stage may keep less. Then the allowed starts are
+no window, but any set. Both steps look at all starts that can be reached and that leave no more than the later stages may hold
+(at most stages × units × units).
 """
 
 from bisect import bisect_left

@@ -9,12 +9,11 @@ from pippy.balance.kept_bytes import KeptBytes
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
-from pippy.balance.report import LONGEST_NAME, StageBalance
-from pippy.balance.transfer_times import TransferTimes
+from pippy.balance.report import StageBalance
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
-from pippy.ir.base.readable import bytes_text, shortened
+from pippy.ir.base.readable import bytes_text
 from pippy.ir.record.traced import Traced
 
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
@@ -36,7 +35,6 @@ class Weighing:
         policy: Policy,
         in_flight: int | None,
         kept: KeptBytes | None = None,
-        transfers: TransferTimes | None = None,
     ) -> None:
         self.traced, self.figures, self.profile, self.policy = traced, figures, profile, policy
         self.count, self.stages = len(figures.nodes), policy.stages
@@ -50,7 +48,6 @@ class Weighing:
         waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
         memory = {each: RunWeight(figures.bytes, figures.held, kept, each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
-        self.transfers = transfers
         self.costs = self._cost_loads()
         timed = profile if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
@@ -65,7 +62,7 @@ class Weighing:
         if measure == "parameters":
             return [RunWeight(self.figures.parameters)] * self.stages
         if measure == "time":
-            return [RunWeight(self._times(), varies=self.transfers)] * self.stages
+            return [RunWeight(self._times())] * self.stages
         return [RunWeight(self.layers)] * self.stages
 
     def _times(self) -> list[int]:
@@ -238,20 +235,6 @@ class Weighing:
             sends,
             peak,
             self._forward_time(start, end),
-            None if self.transfers is None else self.transfers.of(start, end),
-        )
-
-    def link_note(self, cuts: Sequence[int]) -> str | None:
-        """What the link has changed; None if no speed was given."""
-        if self.transfers is None:
-            return None
-        alone = Weighing(self.traced, self.figures, self.profile, self.policy, None).best_cuts()
-        greatest, without = (max(self.costs[0].of(*run) for run in runs(each, self.count)) for each in (cuts, alone))
-        begins = ", ".join(shortened(self._ends(*run)[0], LONGEST_NAME) for run in runs(alone, self.count)[1:])
-        return f"link {self.transfers.link.text}: " + (
-            f"the cuts that are best without transfers, from {begins}, would take {without / greatest:.2f} times as long"
-            if without > greatest
-            else "the cuts are also the best ones without transfers"
         )
 
     def _forward_time(self, start: int, end: int) -> int | None:
