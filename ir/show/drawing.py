@@ -1,7 +1,7 @@
 """The class `Drawing`, which `pipe.draw()` returns: a drawing of a Pipe in several formats."""
 
 from pippy.ir.show.content import Content
-from pippy.ir.show.diagrams import dot, mermaid
+from pippy.ir.show.mermaid import mermaid
 from pippy.ir.show.notebook import html
 from pippy.ir.show.stages_table import stages_table
 from pippy.ir.show.svg import pipe_svg
@@ -70,17 +70,6 @@ class Drawing:
         <BLANKLINE>
         """
         return mermaid(self._content)
-
-    def dot(self) -> str:
-        r"""A Graphviz digraph, in the DOT language.
-
-        >>> from torch import nn
-        >>> from pippy import Pipe
-        >>> drawing = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).draw()
-        >>> print(drawing.dot().splitlines()[5])
-            n1 [shape=box, label="submod_0\n15 parameters"];
-        """
-        return dot(self._content)
 
     def svg(self) -> str:
         """A picture for a browser or a document.

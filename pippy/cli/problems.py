@@ -21,7 +21,7 @@ from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.shown_errors import LIBRARY, without_end
 
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
-_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff")
+_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff", ".dot", ".gv")
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
