@@ -22,6 +22,8 @@ from pippy.ir.base.shown_errors import LIBRARY, without_end
 
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff", ".dot", ".gv")
+# The option that stands for an argument of the calls in Python, which errors name.
+_OPTIONS = {"example_args": "--input", "chunks=": "-m", "num_stages=": "--num-stages", "Replicate()": "-m 1"}
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
@@ -40,7 +42,7 @@ class CommandGroup(click.Group):
         try:
             return super().invoke(ctx)
         except (PippyError, ScheduleError) as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(str(error) + self._options_in(str(error), ctx)) from error
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -48,6 +50,13 @@ class CommandGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("Interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+    def _options_in(self, text: str, ctx: click.Context) -> str:
+        """A line with the options of the command for the arguments that a text names."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        known = {option for each in command.params for option in each.opts} if command else set[str]()
+        said = [f"{typed} for {name}" for name, typed in _OPTIONS.items() if name in text and typed.split()[0] in known]
+        return f"\nOn the command line, use {', '.join(said)}" if said else ""
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
 from pippy.ir.base.brief import brief
-from pippy.ir.base.placed_words import refuse_words
-from pippy.ir.base.public_calls import takes_any, words_of
+from pippy.ir.base.public_calls import refuse_words, takes_any, words_of
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
 
