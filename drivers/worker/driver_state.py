@@ -29,7 +29,7 @@ from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.parameters import Initialize, TensorLocation, unreadable
-from pippy.drivers.protocol.profiles import GiveTrace, StartProfile, StopProfile
+from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import AskCompiled, Load
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
@@ -116,7 +116,7 @@ class DriverState:
         self.step_buffers = StepBuffers(self.modules)
         hold = partial(self.snapshots.hold, random=not shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
-        self.profiler = WorkerProfiler(index, device)
+        self.profiler = WorkerProfiler(device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
@@ -146,8 +146,8 @@ class DriverState:
             AddGeneration: self._add_generation,
             Generate: self._generate,
             StartProfile: self.profiler.start,
+            AskTime: self.profiler.time,
             StopProfile: self.profiler.stop,
-            GiveTrace: self.profiler.give,
         }
 
     def obey(self, command: Command) -> Any:
