@@ -11,20 +11,19 @@ A `Balancer` has the arguments; it is called with the traced graph.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
 
-from pippy.balance.counted_stages import CountedStages
+from pippy.balance.counted_cuts import CountedCuts, cuts_within, lightest_counted
 from pippy.balance.figures import Figures, figures_of
-from pippy.balance.kept_by_operations import kept_by_operations
 from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split, without_numbers
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
 from pippy.balance.weighing import Weighing
-from pippy.balance.within_limit import Count, cuts_within
 from pippy.drivers.plan.choice.byte_sizes import byte_count
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base import source
@@ -78,45 +77,42 @@ class Balancer:
         _check_unmarked(traced)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
-        spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
+        spec = self.request.multi_use_param_spec
         figures = figures_of(traced, spec, self.param_scale)
         profile = self._profile(traced) if self.request.has_example else None
         if profile is not None:
             figures.crossing = crossing(traced, profile.sizes, spec)
             figures.constraints = [*constraints(traced, spec, profile.changed), *_untravelling(figures, profile)]
-        kept_bytes = None if profile is None else kept_by_operations(traced, profile, with_loss, spec)
-        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight, kept_bytes)
-        counted = CountedStages(traced, self.request, self.in_flight)
-
-        def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
-            peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if profile is not None else None
-            held = weighing.parameter_bytes(cuts)
-            return None if peaks is None else tuple(map(sum, zip(peaks, held)))
-
-        cuts, peaks = self._cuts(weighing, count)
+        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight)
+        counted = CountedCuts(weighing, self.request, self.in_flight)
+        cuts = self._cuts(weighing, counted)
+        by_memory = self.memory_limit is not None or self.policy.measure == "memory"
+        peaks = counted.peaks(cuts) if by_memory else None
         mark(traced, [figures.nodes[cut] for cut in cuts])
         if self.policy.assumes and cuts:
             source.warn(_what_parameters_cost(self.policy.stages))
         return self._report(weighing, cuts, peaks, counted.uncounted)
 
-    def _cuts(self, weighing: Weighing, count: Count) -> tuple[list[int], tuple[int, ...] | None]:
-        """The cuts, and with a limit of memory the peaks of their stages."""
+    def _cuts(self, weighing: Weighing, counted: CountedCuts) -> list[int]:
         limit = self.memory_limit
         if self.policy.names:
             cuts = named_cuts(weighing.traced, self.policy.names)
-            peaks = None if limit is None else count(cuts)
             if limit is not None:
-                weighing.check_limit(cuts, limit, peaks)
-            return cuts, peaks
-        return (weighing.best_cuts(), None) if limit is None else cuts_within(weighing, limit, count)
+                weighing.check_limit(limit, counted.held(cuts))
+            return cuts
+        if limit is not None:
+            return cuts_within(weighing, limit, counted.held)
+        lightest = lightest_counted(weighing, counted.held, SLACK) if self.policy.measure == "memory" else None
+        return lightest or weighing.best_cuts()
 
     def _report(self, weighing: Weighing, cuts: Sequence[int], peaks: Sequence[int] | None, uncounted: str) -> Balance:
-        bound, alone = weighing.bound(cuts)
+        by_peak = peaks if self.policy.measure == "memory" else None
+        bound, alone = weighing.bound(cuts) if by_peak is None else (ceil(sum(by_peak) / len(by_peak)), None)
         stages = tuple(
             weighing.stage(number, run, None if peaks is None else peaks[number])
             for number, run in enumerate(runs(cuts, weighing.count))
         )
-        optimal = self.policy.kind not in ("names", "counts")
+        optimal = self.policy.kind not in ("names", "counts") and by_peak is None
         note, within = self._memory_note(weighing.profile, uncounted), max(SLACK, weighing.uncertain)
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 

@@ -52,21 +52,29 @@ class OperationCost:
 class Profile:
     """The cost of each operation in order, the bytes of its value, the cost of the loss, and facts that the runs showed.
 
-    ``storages`` has for each value, inputs included, the storages that it is in, with their bytes; ``target`` those of the
-    loss's target. ``with_gradient`` are the operations whose values require one. ``changed`` has the ids of tensors of the
-    model that changed, ``untravelling`` the operations whose values cannot be sent to another stage. All times together may
-    be wrong by ``uncertain`` of themselves.
+    ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be sent to
+    another stage. All times together may be wrong by ``uncertain`` of themselves.
     """
 
     costs: list[OperationCost] = field(default_factory=list)
     sizes: dict[fx.Node, int] = field(default_factory=dict)
-    storages: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
     loss: OperationCost = field(default_factory=OperationCost)
-    target: dict[int, int] = field(default_factory=dict)
-    with_gradient: set[fx.Node] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     untravelling: list[fx.Node] = field(default_factory=list)
     uncertain: float = 0.0
+
+    def kept(self, start: int, end: int) -> list[int]:
+        """The bytes that each of some operations keeps for the backward, and none of those before it.
+
+        The sum is nearly what a stage of them keeps: values that it takes from other stages and does not save are missing.
+        The loss is with the last operation.
+        """
+        seen, found = set[int](), list[int]()
+        for number, cost in enumerate(self.costs[start:end], start + 1):
+            saved = cost.saved | (self.loss.saved if number == len(self.costs) else {})
+            found.append(sum(size for key, size in saved.items() if key not in seen))
+            seen |= saved.keys()
+        return found
 
 
 def profile(
@@ -121,7 +129,7 @@ class _Run:
             for node in self.traced.graph.nodes:
                 if node.op == "placeholder":  # a copy: an operation may change it in place
                     self._put(node, map_tensors(_copied, inputs[node.name]))
-                    self._weigh(node)
+                    self.profile.sizes[node] = nbytes(self.values[node])
                 elif node.op == "get_attr":
                     self.values[node] = self.traced.attributes[str(node.target)]
                 elif node.op == "output" and loss_fn is not None:
@@ -136,7 +144,6 @@ class _Run:
         finally:
             progress.end()
         self.profile.changed = self.state.changed
-        self.profile.with_gradient = {node for node, flags in self.flags.items() if any(flags)}
         self._read_times()
         return self.profile
 
@@ -174,7 +181,7 @@ class _Run:
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
         self.profile.costs.append(cost)
-        self._weigh(node)
+        self.profile.sizes[node] = nbytes(self.values[node])
         try:
             as_leaf(value)
         except StageError:
@@ -202,10 +209,6 @@ class _Run:
         self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
-    def _weigh(self, node: fx.Node) -> None:
-        self.profile.sizes[node] = nbytes(self.values[node])
-        self.profile.storages[node] = self.storages.of(self.values[node])
-
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """Change the values themselves, as copies of them were changed, so that values that share their memory change too."""
         with torch.no_grad():
@@ -224,7 +227,6 @@ class _Run:
         with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.profile.loss = trial.measure()[1]
-        self.profile.target = self.storages.of(target)
 
 
 @dataclass

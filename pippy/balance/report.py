@@ -37,8 +37,9 @@ class StageBalance:
     """One stage: its layers, its cost in the measure of the balance, and the bytes that it holds and sends.
 
     ``sends`` are the bytes that cross the cut behind it for one micro-batch, with those of skips to later stages. It is None
-    for the last stage, and without example arguments. ``memory`` are the bytes that it holds between computations, ``peak`` the
-    most that it holds; None if there is no limit. ``forward`` is the part of its forward in a cost that is a time.
+    for the last stage, and without example arguments. ``memory`` are about the bytes that it holds between computations,
+    ``peak`` the most that it holds; None if stages are not cut by memory. ``forward`` is the part of its forward in a cost that
+    is a time.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Balance:
     ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). ``bound`` is the
     lowest cost that the heaviest stage can have: the mean, or the cost of the one layer that ``alone`` names. ``optimal``
     says that, under the given limits, no other cuts have a heaviest stage that is lighter by more than ``within`` of its cost:
-    3 %, or more if measured times may be wrong by more. It is False for cuts by hand.
+    3 %, or more if measured times may be wrong by more. It is False for cuts by hand, and for those by counted memory.
 
     >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
     >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")
@@ -114,7 +115,8 @@ class Balance:
         return (
             f"by {self.policy}: the greatest stage, {self.greatest.name}, is {self.ratio:.2f} times the mean; the bound is "
             f"{bound:.2f} ({why})"
-            + (f"; no other cut does {ceil(round(self.within * 100, 6))} % better" if self.optimal else "; cut by hand")
+            + (f"; no other cut does {ceil(round(self.within * 100, 6))} % better" if self.optimal else "")
+            + "; cut by hand" * (self.policy == "hand")
         )
 
     def __str__(self) -> str:
