@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from pippy.ir.base.readable import bytes_text, count_text, shortened
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 LONGEST_NAME = 24
 _HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on", "peak"]

@@ -4,22 +4,26 @@ A user's mistake gives one message. If the user's code raises, the message has a
 pippy itself gives the whole traceback.
 """
 
+import codecs
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
-from pippy.cli.terminals import write_nearest
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.shown_errors import LIBRARY, without_end
 
+_NEAREST = str.maketrans(
+    dict(zip("─│┌┐└┘├┬╌╎▶▼◆●", "-|++++++-|>v*o", strict=True)) | {"…": "...", "→": "->", "≥": ">="}
+)
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff", ".dot", ".gv")
 # The option that stands for an argument of the calls in Python, which errors name.
@@ -140,3 +144,25 @@ def put_first_in_path(folder: str) -> None:
     """Put a folder first in ``sys.path``, as Python does with a script's folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
+
+
+def nearest(error: UnicodeError) -> tuple[str, int]:
+    """What to write in place of characters that cannot be written: an error handler of `codecs`.
+
+    >>> "0 ─▶ 1 …".encode("latin-1", "pippy.nearest")
+    b'0 -> 1 ...'
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_NEAREST)
+    return "".join(each if each.isascii() else "?" for each in text), error.end
+
+
+codecs.register_error("pippy.nearest", nearest)
+
+
+def write_nearest(*streams: TextIO) -> None:
+    """Have streams write the nearest letters where they would raise a UnicodeEncodeError."""
+    for stream in streams:
+        if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="pippy.nearest")

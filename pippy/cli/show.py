@@ -10,8 +10,7 @@ import click
 from pippy.cli.find import call, find, value_from_text
 from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import check_can_be_written, plain_warnings, write
-from pippy.cli.stages_compiled import stages_compiled
-from pippy.cli.stages_memory import stages_memory
+from pippy.cli.stages import stages_compiled, stages_memory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,8 +28,7 @@ from pippy import (
 from pippy.balance.balancer import Balancer
 from pippy.balance.figures import figures_of
 from pippy.balance.policies import read_split
-from pippy.balance.profile import OperationCost, Profile
-from pippy.balance.progress import ProfileProgress
+from pippy.balance.profile import OperationCost, Profile, ProfileProgress
 from pippy.balance.weighing import Weighing
 from pippy.ir.base.errors import BalanceError, InputError, SplitError
 from pippy.ir.base.names import named_state

@@ -13,8 +13,7 @@ from torch import nn
 from pippy import Pipe, pipeline
 from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content, StageFigures, content_of
-from pippy.ir.show.mermaid import mermaid
-from pippy.ir.show.notebook import html
+from pippy.ir.show.drawing import html, mermaid
 from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
 from pippy.ir.show.svg import pipe_svg
 from tests.ir.show.shown import DRAWN, Named, example
