@@ -28,6 +28,7 @@ from pippy.drivers.worker.measure.profiler import is_profiled
 from pippy.drivers.worker.measure.recorder import clock
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_flag
 
 Event = dict[str, Any]
 _log = logging.getLogger(__name__)
@@ -205,8 +206,7 @@ def profile_options(activities: Any, options: Mapping[str, bool]) -> StartProfil
             )
         names = tuple(each.name for each in given)
     for name, value in options.items():
-        if not isinstance(value, bool):
-            raise DriverError(f"{name}={brief(value)}: give True or False")
+        check_flag(name, value, DriverError)
     return StartProfile(names, options)
 
 

@@ -28,6 +28,7 @@ from pippy.drivers.plan.choice.byte_sizes import byte_count
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.call.signature import bind
@@ -166,11 +167,8 @@ def _check_memory(scale: object, in_flight: object) -> None:
             f"param_scale is {brief(scale)}; give how often the bytes of a parameter count: 2 for a parameter and its "
             "gradient, 4 with the two moments of Adam"
         )
-    if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
-        raise BalanceError(
-            f"in_flight is {brief(in_flight)}; give the number of micro-batches whose activations a stage holds at a time, "
-            "1 or more"
-        )
+    what = "the number of micro-batches whose activations a stage holds at a time"
+    check_count("in_flight", in_flight, what, BalanceError, none="for as many as under 1F1B")
 
 
 def _check_unmarked(traced: Traced) -> None:

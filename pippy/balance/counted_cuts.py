@@ -92,10 +92,10 @@ class CountedCuts:
         compiled = compiled_of(pipe)
         if compiled.loss is None or not torch.is_grad_enabled():
             return None
-        device = next((each.device for each in self.traced.model.parameters()), torch.device("cpu"))
+        devices = [each.device for each in self.traced.model.parameters() if not each.is_meta]
         try:
             division = divide_call(compiled, 1, *self.request.arguments)
-            sizes = count_pipe(pipe, division, device, halves=False)
+            sizes = count_pipe(pipe, division, devices[0] if devices else torch.device("cpu"), halves=False)
         except DriverError as error:
             self.uncounted = str(error.__cause__).partition("\n")[0]
             return None

@@ -539,7 +539,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
         ({"num_stages": 2, "memory_limit": "8G"}, "memory_limit='8G': give bytes"),
         ({"num_stages": 2, "memory_limit": 0}, "memory_limit=0: give bytes"),
         ({"num_stages": 2, "param_scale": 0.5}, r"param_scale is 0\.5"),
-        ({"num_stages": 2, "in_flight": 0}, "in_flight is 0"),
+        ({"num_stages": 2, "in_flight": 0}, "in_flight=0: give the number of micro-batches whose .*, 1 or more"),
     ],
     ids=lambda value: str(value)[:40],
 )
