@@ -66,7 +66,7 @@ def check_threads(threads: int | None) -> None:
     what = "how many threads each worker computes with"
     check_count("threads", threads, what, ClusterError, none="for its share of the cores")
     if threads is not None and threads >= 2**31:
-        raise ClusterError(f"threads={threads}: there are not so many threads")
+        raise ClusterError(f"threads={brief(threads)}: give {what}, fewer than {2**31}")
 
 
 def check_seconds(**given: Any) -> None:
