@@ -33,7 +33,7 @@ from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.language.edges import Pass
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.pipe import compiled_of
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 
 @dataclass(frozen=True)

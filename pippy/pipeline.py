@@ -37,7 +37,6 @@ def pipeline(
     memory_limit: int | str | None = None,
     param_scale: float | None = None,
     in_flight: int | None = None,
-    link: str | float | None = None,
     progress: bool | None = None,
 ) -> Pipe:
     """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
@@ -73,8 +72,6 @@ def pipeline(
         param_scale: how often a parameter to be trained counts: 4 by default, which is Adam's (with gradient and state).
         in_flight: how many micro-batches a stage holds at a time. By default as many as under 1F1B, which is 1 in the last
             stage and one more in each before it.
-        link: the speed of the link between two workers, as in "10Gbit" or "1.25GB/s", for stages that are alike in time: the
-            time in which a stage takes and sends values then counts, too. "measured" measures it on the current cluster.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
 
     >>> import torch
@@ -122,7 +119,7 @@ def pipeline(
         example_kwargs=example_kwargs,
         deep_copy_module=deep_copy_module,
     )
-    how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight, "link": link}
+    how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight}
     if split is not None or num_stages is not None:
         cut = Balancer(split, num_stages, request=request, progress=progress, **how)  # type: ignore[arg-type]
         request = replace(request, cut=cut)

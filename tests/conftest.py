@@ -14,7 +14,6 @@ import torch
 
 from exps.peers import process
 from pippy.drivers.engines.local import local_cluster
-from pippy.drivers.worker.compiled import compile_process
 from tests.drivers.stand_by import standing_by
 from tests.several_processes import SeveralProcesses, give_way, order
 
@@ -59,9 +58,8 @@ def quick_collections():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_clusters():
-    """Local clusters, the contestants of the benchmarks, and what compiles for workers that are threads, start from one process
-    that has imported torch."""
-    with standing_by(process, compile_process) as stand_by:
+    """Local clusters and the contestants of the benchmarks start from one process that has imported torch."""
+    with standing_by(process) as stand_by:
         yield stand_by
 
 

@@ -32,7 +32,7 @@ def test_each_public_call_tells_of_a_word_that_it_does_not_take(name, call):
     parameters = inspect.signature(call).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         pytest.skip("takes any word")
-    with pytest.raises(PippyError, match=r"takes no no_such_word=; it takes|missing a required"):
+    with pytest.raises(PippyError, match=r"takes no no_such_word=; it takes"):
         call(no_such_word=3)
 
 
@@ -64,19 +64,12 @@ def test_words_given_to_a_driver_and_its_methods():
         with pytest.raises(InputError, match=r"takes no stage_per_worker=; did you mean stages_per_worker=\?"):
             PipelineDriver(pipe, schedule="interleaved_1f1b", stage_per_worker=2)
         driver = PipelineDriver1F1B(pipe)
-        with pytest.raises(
-            InputError, match=r"multiple values for argument 'chunks'; it is called as driver.run\(chunks"
-        ):
-            driver.run(X, TARGET, chunks=2)
         with pytest.raises(InputError, match=r"'outpus' \(did you mean outputs=, as in driver\.run\(chunks, x, target"):
             driver.run(2, X, TARGET, outpus=True)
         with pytest.raises(InputError, match=r"^AdamW\(\) takes no weight_decy=; did you mean weight_decay=\?"):
             driver.instantiate_optimizer(torch.optim.AdamW, weight_decy=0.1)
         with pytest.raises(InputError, match=r"^AdamW\(\) takes no params=; did you mean param_groups=\?"):
             driver.instantiate_optimizer(torch.optim.AdamW, params=[])
-        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-        with pytest.raises(InputError, match=r"missing a required argument: 'chunks'; it is called as pippy\.train\("):
-            pippy.train(driver, [(X, TARGET)], optimizer, steps=1)
         with pytest.raises(InputError, match=r"^driver\.save\(\) takes no kep=; did you mean keep=\?"):
             driver.save("nowhere", kep=3)
 

@@ -23,6 +23,7 @@ from pippy.drivers.batch.specs import (
     unsuitable_spec,
 )
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.sparse_tensors import has_rows
 from pippy.ir.base.trees import describe, leaves, map_tensors, tensors, with_children
@@ -52,8 +53,7 @@ def divide(
       mask: 3 rows, dimension 0 of float32[3, 3]
     If a value is not part of the batch, give it a Replicate(). If its rows are in another dimension, give it a TensorChunkSpec(dim). For example: chunk_spec={'mask': Replicate()}
     """  # noqa: E501
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise MicrobatchError(f"chunks is {brief(chunks)}; it is the number of micro-batches, 1 or more")
+    check_count("chunks", chunks, "the number of micro-batches", MicrobatchError)
     specs, names = chunk_spec or {}, names or {name: name for name in values}
     unknown = [name for name in specs if name not in values]
     if unknown:

@@ -57,7 +57,7 @@ from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 if TYPE_CHECKING:
-    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 ROWS = 2  # of micro-batches, each of one or of several slices
 
@@ -406,7 +406,7 @@ class _FakeRun:
 
 
 def _graphs(options: CompileOptions) -> "GraphsOfStages":
-    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages  # slow to import
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages  # slow to import
 
     return GraphsOfStages(replace(options, backend=GRAPHS, mode=None, options={}, fullgraph=False))
 

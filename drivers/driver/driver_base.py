@@ -44,7 +44,6 @@ from pippy.drivers.driver.steps.driver_arguments import (
     checked_checkpoint,
     checked_out_of_order,
     chosen_workers,
-    seconds,
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
@@ -71,12 +70,13 @@ from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_amount
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
 from pippy.ir.show.content import content_of
-from pippy.ir.show.html_table import html_table
 from pippy.ir.show.stages_table import table_cells
+from pippy.ir.show.tables import html_table
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +136,9 @@ class PipelineDriverBase(ModelOnWorkers):
         check_options(type(self), self.schedule, options)
         self.cluster = current_cluster() if cluster is None else cluster
         cutting = chunk_spec, batch_dims, output_spec
-        mask, timeout = _debug_mask_minibatches, seconds(step_timeout)
-        settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
+        what = "how many seconds a step may take"
+        check_amount("step_timeout", step_timeout, what, DriverError, none="for no limit")
+        settings = StepSettings(*cutting, loss_reduction, single_loss, _debug_mask_minibatches, step_timeout)
         pipe, self._settings, self._sliced = in_slices_of(pipe, slices, settings, compile, self._auto)
         compiled = compiled_of(pipe)
         self._out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
@@ -150,7 +151,7 @@ class PipelineDriverBase(ModelOnWorkers):
         schedule = RequestedSchedule(
             self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas, slices
         )
-        self._arrangements = Arrangements(compiled, schedule, chosen, single_loss, mask)
+        self._arrangements = Arrangements(compiled, schedule, chosen, single_loss, _debug_mask_minibatches)
         ranks = self._arrangements.first.replicas
         follow_parameters(pipe)
         self._module_hooks = module_hooks_of(pipe).again()
@@ -254,7 +255,7 @@ class PipelineDriverBase(ModelOnWorkers):
     def compiled(self) -> dict[str, str]:
         """How each stage runs if the driver has ``compile=``: as graphs, or eagerly and why. Empty for other drivers.
 
-        It waits for steps that are under way, and for no compiling in the background: it says what that has still to do.
+        It waits for steps that are under way.
 
         >>> from pippy import Pipe, PipelineDriver, local_cluster
         >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())

@@ -1,8 +1,12 @@
 """Profiles of a driver: torch.profiler runs in all of its workers, and their traces are merged into one file.
 
-driver.profile(path) ─▶ StartProfile ─▶ steps, as they always run ─▶ StopProfile ─▶ GiveTrace, part by part ─▶ the file
+driver.profile(path) ─▶ StartProfile ─▶ AskTime ─▶ steps, as they always run ─▶ StopProfile ─▶ the file
+
+Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) open it.
 """
 
+import gzip
+import json
 import logging
 import os
 import socket
@@ -18,14 +22,18 @@ from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.protocol.profiles import GiveTrace, ProfileStarted, StartProfile, StopProfile
-from pippy.drivers.report.merged_trace import shifts, trace_file
+from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
 from pippy.drivers.session.driver_commands import DriverCommands
-from pippy.drivers.worker.measure.named_work import is_profiled
+from pippy.drivers.worker.measure.profiler import is_profiled
+from pippy.drivers.worker.measure.recorder import clock
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_flag
 
+Event = dict[str, Any]
 _log = logging.getLogger(__name__)
+_PROCESSES = 1000  # more than a worker has
+_KEPT = ("thread_name", "thread_sort_index", "process_labels")
 _PATIENCE = 600.0  # seconds that torch.profiler may take to start or to stop: no Python runs in a worker meanwhile
 _LOST = "a worker was lost while the profile ran, and its part of the trace with it; profile the steps once more"
 
@@ -52,7 +60,7 @@ class WorkerProfiles:
         self, cluster: Cluster, commands: DriverCommands, path: Path, holds: Callable[[], Mapping[int, str]]
     ) -> None:
         self.cluster, self.commands, self.path, self.holds = cluster, commands, path, holds
-        self.started: Mapping[int, ProfileStarted] = {}
+        self.ahead: Mapping[int, float] = {}  # by how many seconds the clock of each worker that profiles is
 
     @contextmanager
     def running(self, start: StartProfile) -> Iterator[DriverProfile]:
@@ -110,36 +118,76 @@ class WorkerProfiles:
     def _start(self, start: StartProfile) -> None:
         workers = self.commands.workers
         try:
-            self.posted = time.time()
-            self.started = self._call(dict.fromkeys(workers, start))
-            self.answered = time.time()
+            self._call(dict.fromkeys(workers, start))
+            posted = time.time()
+            times = self._call(dict.fromkeys(workers, AskTime()))
+            middle = (posted + time.time()) / 2
         except BaseException:
             with suppress(Exception):  # some may profile already
                 self._call(dict.fromkeys(workers, StopProfile()))
             raise
+        ahead = {clock(): 0.0}  # by how many seconds each clock is, to half the time of a message there and back
+        self.ahead = {at: ahead.setdefault(name, told - middle) for at, (name, told) in sorted(times.items())}
 
-    def _call(self, bodies: Mapping[int, StartProfile | StopProfile]) -> dict[int, Any]:
+    def _call(self, bodies: Mapping[int, StartProfile | AskTime | StopProfile]) -> dict[int, Any]:
         with self.cluster.session.patient(_PATIENCE):
             return self.commands.call(bodies)
 
     def _end(self) -> str:
         """Write the file. Gives the reason if that is not possible."""
-        if self.cluster.session.broken or not self.started.keys() <= {*self.commands.workers}:
+        if self.cluster.session.broken or not self.ahead.keys() <= {*self.commands.workers}:
             return _LOST
-        stopped = self._call(dict.fromkeys(self.started, StopProfile()))
-        if None in stopped.values():
+        traces = self._call(dict.fromkeys(self.ahead, StopProfile()))
+        if None in traces.values():
             return _LOST
-        holds, later = self.holds(), shifts(self.started, stopped, self.posted, self.answered)
-        names = {worker: f"{self.cluster.workers[worker]}: {holds[worker]}" for worker in sorted(later)}
-        with trace_file(self.path, names) as write:
-            while later:
-                parts = self.commands.call({worker: GiveTrace(shift) for worker, shift in later.items()})
-                for worker, part in parts.items():
-                    if part is None:
-                        del later[worker]
-                    else:
-                        write(zlib.decompress(part))
+        holds = self.holds()
+        names = {worker: f"{self.cluster.workers[worker]}: {holds[worker]}" for worker in self.ahead}
+        write_trace(self.path, names, traces, self.ahead)
         return ""
+
+
+def write_trace(path: Path, names: Mapping[int, str], traces: Mapping[int, bytes], ahead: Mapping[int, float]) -> None:
+    """Write the compressed traces of workers to one file, from their clocks that are some seconds ``ahead``.
+
+    The file is there when all is written, and else it is as it was before.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with gzip.open(part, "wt", 5) if path.suffix == ".gz" else part.open("w") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(_merged(names, traces, ahead)):
+                file.write(",\n" * (number > 0) + json.dumps(event))
+            file.write("\n]}\n")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _merged(names: Mapping[int, str], traces: Mapping[int, bytes], ahead: Mapping[int, float]) -> Iterator[Event]:
+    """The events of all workers, with times that begin with 0. Each worker is a process, and so is each of its GPUs."""
+    read = {worker: json.loads(zlib.decompress(traces[worker])) for worker in sorted(names)}
+    starts = {worker: trace.get("baseTimeNanoseconds", 0) / 1e3 - ahead[worker] * 1e6 for worker, trace in read.items()}
+    times = (starts[worker] + each["ts"] for worker, trace in read.items() for each in _timed(trace))
+    first = min(times, default=0.0)
+    for worker, trace in read.items():
+        processes = dict[int, int]()
+        for each in _timed(trace):
+            number = processes.setdefault(each["pid"], worker * _PROCESSES + len(processes) + 1)
+            if "id" in each:
+                each["id"] = f"{worker}/{each['id']}"
+            yield each | {"pid": number, "ts": round(each["ts"] + starts[worker] - first, 3)}
+        for number in processes.values():
+            yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": names[worker]}}
+            yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
+        for each in trace["traceEvents"]:  # the names of threads, and which process is a GPU
+            if each["ph"] == "M" and each["name"] in _KEPT and each["pid"] in processes:
+                yield each | {"pid": processes[each["pid"]]}
+
+
+def _timed(trace: Event) -> Iterator[Event]:
+    """The events of a trace that have a time, but for those of the profiler itself, whose processes have no number."""
+    return (each for each in trace["traceEvents"] if each["ph"] != "M" and isinstance(each["pid"], int))
 
 
 def profile_options(activities: Any, options: Mapping[str, bool]) -> StartProfile:
@@ -158,8 +206,7 @@ def profile_options(activities: Any, options: Mapping[str, bool]) -> StartProfil
             )
         names = tuple(each.name for each in given)
     for name, value in options.items():
-        if not isinstance(value, bool):
-            raise DriverError(f"{name}={brief(value)}: give True or False")
+        check_flag(name, value, DriverError)
     return StartProfile(names, options)
 
 

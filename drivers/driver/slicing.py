@@ -7,7 +7,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.driver.step_runner import StepSettings
 from pippy.ir.base.brief import brief
-from pippy.ir.base.trees import describe
+from pippy.ir.base.checked import check_count
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.sliced import sliced
 
@@ -39,8 +39,7 @@ def in_slices_of(
     Traceback (most recent call last):
     pippy.drivers.base.errors.DriverError: slices=0: give into how many slices each sequence is cut, 1 or more
     """
-    if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
-        raise DriverError(f"slices={describe(slices)}: give into how many slices each sequence is cut, 1 or more")
+    check_count("slices", slices, "into how many slices each sequence is cut", DriverError)
     if slices == 1:
         return pipe, settings, None
     given = {**vars(settings), "compile": compile, "schedule": auto and "auto"}

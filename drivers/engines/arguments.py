@@ -7,6 +7,7 @@ import torch
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_amount, check_count
 
 PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
 
@@ -17,8 +18,7 @@ def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
     >>> worker_names(2, None)
     ('worker0', 'worker1')
     """
-    if not _is_count(n):
-        raise ClusterError(f"n={brief(n)}: give the number of workers, 1 or more")
+    check_count("n", n, "the number of workers", ClusterError)
     if names is None:
         return tuple(f"worker{i}" for i in range(n))
     if (
@@ -63,17 +63,16 @@ def device_name(device: str | torch.device) -> str:
 
 def check_threads(threads: int | None) -> None:
     """Raise unless this is a number of threads, or none is given."""
-    if threads is not None and not (_is_count(threads) and threads < 2**31):
-        raise ClusterError(
-            f"threads is how many threads each worker computes with, 1 or more; this is {brief(threads)}"
-        )
+    what = "how many threads each worker computes with"
+    check_count("threads", threads, what, ClusterError, none="for its share of the cores")
+    if threads is not None and threads >= 2**31:
+        raise ClusterError(f"threads={brief(threads)}: give {what}, fewer than {2**31}")
 
 
 def check_seconds(**given: Any) -> None:
     """Raise unless all of these are positive numbers of seconds."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ClusterError(f"{name} is a number of seconds, more than 0; this is {brief(value)}")
+        check_amount(name, value, "a number of seconds", ClusterError)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -86,12 +85,6 @@ def polling_time(seconds: float | None, crowded: bool) -> float:
     """The seconds that workers poll. Without a core of its own, a worker that polls would slow down the other processes."""
     if seconds is None:
         return 0.0 if crowded else PATIENCE
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
-        raise ClusterError(
-            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {brief(seconds)}"
-        )
+    what = "how many seconds a worker polls for a value before it sleeps"
+    check_amount("patience", seconds, what, ClusterError, most=1, zero=True)
     return seconds
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -17,7 +17,7 @@ from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
 from pippy.drivers.session.session import Session
 from pippy.ir.base.readable import count_with_noun, shortened
-from pippy.ir.show.html_table import html_table
+from pippy.ir.show.tables import html_table
 
 _log = logging.getLogger(__name__)
 

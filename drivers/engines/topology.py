@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pippy.ir.show.html_table import html_table
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import html_table, text_table
 
 
 @dataclass(frozen=True)

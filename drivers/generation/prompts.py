@@ -9,6 +9,7 @@ from torch import nn
 
 from pippy.drivers.protocol.generation import Generate, Generated, Sampling
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count, check_flag, is_whole
 from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.trees import describe
 
@@ -86,7 +87,7 @@ def prompts_of(
 
     ids = _checked_ids(ids)
     length = setting("max_new_tokens", max_new_tokens)
-    if not _is_count(length):
+    if not is_whole(length):
         raise GenerationError(
             f"max_new_tokens={describe(length)}: say how many tokens to make at most, as in "
             "driver.generate(ids, max_new_tokens=20)"
@@ -124,10 +125,6 @@ def _check_config(config: Any) -> None:
             )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _checked_ids(ids: Any) -> torch.Tensor:
     if (
         not isinstance(ids, torch.Tensor)
@@ -158,15 +155,14 @@ def _checked_mask(mask: Any, ids: torch.Tensor, padding: tuple[int, ...], ends: 
 def _checked_tokens(name: str, given: Any) -> tuple[int, ...]:
     tokens = given.tolist() if isinstance(given, torch.Tensor) else given
     tokens = [tokens] if isinstance(tokens, int) else tokens
-    if not isinstance(tokens, list | tuple) or not all(_is_count(token) or token == 0 for token in tokens):
+    if not isinstance(tokens, list | tuple) or not all(is_whole(token, 0) for token in tokens):
         raise GenerationError(f"{name}={brief(given)}: give the number of a token, or a list of such numbers")
     return tuple(tokens)
 
 
 def _checked_flag(given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise GenerationError(f"do_sample={brief(given)}: give True to draw tokens, False to take the most likely ones")
-    return given
+    check_flag("do_sample", given, GenerationError, true="to draw tokens", false="to take the most likely ones")
+    return bool(given)
 
 
 def _checked_sampling(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
@@ -174,8 +170,7 @@ def _checked_sampling(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
         raise GenerationError(
             f"temperature={brief(temperature)}: give a number above 0; for the most likely tokens, give do_sample=False"
         )
-    if not isinstance(top_k, int) or top_k < 0:
-        raise GenerationError(f"top_k={brief(top_k)}: give how many tokens to draw from, or 0 for all")
+    check_count("top_k", top_k, "how many tokens to draw from, where 0 stands for all", GenerationError, least=0)
     if not isinstance(top_p, int | float) or not 0 <= top_p <= 1:
         raise GenerationError(f"top_p={brief(top_p)}: give a probability from 0 to 1")
     return Sampling(float(temperature), int(top_k), float(top_p), torch.get_rng_state())
@@ -184,7 +179,7 @@ def _checked_sampling(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
 def _rows(rows: int, chunks: Any, workers: int) -> tuple[int, ...]:
     """How many rows each chunk has."""
     chunks = min(rows, workers) if chunks is None else chunks
-    if not _is_count(chunks) or chunks > rows:
+    if not is_whole(chunks) or chunks > rows:
         raise GenerationError(
             f"chunks={describe(chunks)} for {rows} prompts; give the number of groups that the prompts are divided "
             f"into, 1 to {rows}. The groups run at the same time, on different stages"

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.show.text_table import aligned_lines
+from pippy.ir.show.tables import aligned_lines
 
 
 @dataclass(frozen=True)

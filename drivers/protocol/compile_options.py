@@ -32,7 +32,7 @@ class CompileOptions:
     """How the stages of a driver are compiled: by which backend of torch.compile, with which of its options.
 
     The backend "graphs" compiles nothing. With ``fullgraph``, a stage that has no graph is an error. ``limit`` is the number
-    of forms of inputs that a stage has graphs for. With ``background``, steps run as graphs while other processes compile.
+    of forms of inputs that a stage has graphs for.
     """
 
     backend: str | Callable[..., Any] = INDUCTOR
@@ -40,7 +40,6 @@ class CompileOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
     fullgraph: bool = False
     limit: int = _FORMS
-    background: bool = False
 
 
 def compile_options(given: Any) -> CompileOptions | None:
@@ -49,7 +48,7 @@ def compile_options(given: Any) -> CompileOptions | None:
     >>> compile_options(True).backend, compile_options(False)
     ('inductor', None)
     >>> compile_options({"backend": "eager", "fullgraph": True})
-    CompileOptions(backend='eager', mode=None, options={}, fullgraph=True, limit=8, background=False)
+    CompileOptions(backend='eager', mode=None, options={}, fullgraph=True, limit=8)
     >>> compile_options({"fast": True})
     Traceback (most recent call last):
     pippy.drivers.base.errors.DriverError: compile={'fast': True}: 'fast' is no option of torch.compile; those are ...
@@ -68,7 +67,6 @@ def compile_options(given: Any) -> CompileOptions | None:
             f"{what} is a {type(given).__name__}; give True, 'graphs', a backend of torch.compile or its name, or a dict of "
             "options of torch.compile"
         )
-    background = _background(options, what)
     _check(options, what)
     if options.get("disable"):
         return None
@@ -78,28 +76,14 @@ def compile_options(given: Any) -> CompileOptions | None:
         {name.replace("-", "_"): value for name, value in (options.get("options") or {}).items()},
         bool(options.get("fullgraph")),
         options.get("recompile_limit") or _FORMS,
-        background,
     )
-
-
-def _background(options: dict[str, Any], what: str) -> bool:
-    """Our own option, which torch.compile does not have. It is taken out."""
-    found = options.pop("background", False)
-    if not isinstance(found, bool):
-        raise DriverError(f"{what}: background={brief(found)} is a {type(found).__name__}; give True or False")
-    if found and options.get("backend") == GRAPHS:
-        raise DriverError(f"{what}: 'graphs' compiles nothing, in the background or not; leave background= out")
-    return found
 
 
 def _check(options: dict[str, Any], what: str) -> None:
     known = [name for name in signature(torch.compile).parameters if name != "model"]
     for name in options:
         if name not in known:
-            raise DriverError(
-                f"{what}: {brief(name)} is no option of torch.compile; those are {', '.join(known)}, and 'background' is "
-                "pippy's"
-            )
+            raise DriverError(f"{what}: {brief(name)} is no option of torch.compile; those are {', '.join(known)}")
     inner = options.get("options")
     for name, value in (*options.items(), *(inner.items() if isinstance(inner, Mapping) else ())):
         if name in _WITHOUT_MEANING and value not in (None, False):

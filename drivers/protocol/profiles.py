@@ -1,10 +1,8 @@
-"""Profiles: torch.profiler runs in the workers, and the controller fetches their traces in parts."""
+"""Profiles: torch.profiler runs in the workers, and the controller puts their traces into one file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-TimedKeys = Sequence[tuple[str, float]]  # what went from worker to worker, each with a time
 
 
 @dataclass(frozen=True)
@@ -16,30 +14,10 @@ class StartProfile:
 
 
 @dataclass(frozen=True)
-class ProfileStarted:
-    """The worker was told so at ``told``, and answered at ``answered``, in seconds of its ``clock``: one for each host."""
-
-    clock: str
-    told: float
-    answered: float
+class AskTime:
+    """Say which clock the worker has, one for each host, and its time in seconds."""
 
 
 @dataclass(frozen=True)
 class StopProfile:
-    """Stop torch.profiler. The answer is a `ProfileStopped`, or None if it does not run."""
-
-
-@dataclass(frozen=True)
-class ProfileStopped:
-    """A trace is ready. Its times count from ``began``. ``sends`` has when each send began, ``receives`` when each ended."""
-
-    began: float
-    sends: TimedKeys
-    receives: TimedKeys
-
-
-@dataclass(frozen=True)
-class GiveTrace:
-    """Give the next part of the trace, compressed, with all times ``shift`` seconds later; None if all was given."""
-
-    shift: float
+    """Stop torch.profiler. The answer is the trace that it exports, compressed; None if no profiler runs."""

@@ -5,19 +5,29 @@ where the time went ─ stages ─ values between workers ─ memory
 """
 
 import re
-from collections.abc import Callable, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from gzip import compress
 from html import escape
+from statistics import median
 
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.document import html_document, parts_bar, sections, what_ran
 from pippy.drivers.report.findings import findings
-from pippy.drivers.report.memory_drawing import memory_drawing
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.steps_strip import steps_strip
 from pippy.drivers.report.tables import memory_table, stages, times, traffic
 from pippy.drivers.report.timeline_view import timeline
+from pippy.ir.base.readable import bytes_text, count_with_noun, duration
 
+MOST_STEPS = 12
+MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed
+MEMORY_WIDTH, HEIGHT = 900, 80
+Series = tuple[str, Sequence[int]]  # "measured" or "counted", and the most bytes held while each instruction ran
+HOW = (
+    "<p>For memory over time, record with <code>driver.record(memory=True)</code>; "
+    "<code>recording.report(path, memory=driver.memory(...))</code> draws what was counted before beside it.</p>"
+)
 Counted = Callable[
     [Program], Sequence[HeldBytes] | None
 ]  # what each worker should hold in a program; None if not known
@@ -49,3 +59,126 @@ def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
             ("Memory", memory_table(step) + memory_drawing(step, counted)),
         ]
     )
+
+
+# Draws what each worker held over the time of a recorded step: measured, and beside it what was counted before.
+
+
+def memory_drawing(step: StepData, counted: Sequence[HeldBytes] | None) -> str:
+    """A picture for each worker, as HTML, all to one scale; how to get them if nothing was measured."""
+    held = [list(_series(step, worker, counted)) for worker in range(len(step.noted))]
+    highest = max((max(numbers) for series in held for _, numbers in series), default=0)
+    if not highest:
+        return HOW
+    named = {name: None for series in held for name, _ in series}
+    legend = "".join(f'<span><i class="swatch held-{name}"></i>{_words(name)}</span>' for name in named)
+    drawn = "".join(_of_worker(step, worker, series, highest) for worker, series in enumerate(held))
+    return (
+        f"<h3>What workers held over the step</h3><p>Tensors that were alive, to the scale of the largest peak, "
+        f'{bytes_text(highest)}.</p><div class="legend">{legend}</div><div class="held">{drawn}</div>'
+    )
+
+
+def _words(name: str) -> str:
+    return {"counted": "counted before it ran"}.get(name, name)
+
+
+def _series(step: StepData, worker: int, counted: Sequence[HeldBytes] | None) -> Iterator[Series]:
+    if step.held:
+        yield "measured", step.held[worker][0]
+    if counted:
+        yield "counted", counted[worker].most
+
+
+def _of_worker(step: StepData, worker: int, held: Sequence[Series], highest: int) -> str:
+    drawn = "".join(_line(step, worker, name, numbers, highest) for name, numbers in held)
+    peaks = ", ".join(f"{name} {bytes_text(max(numbers))}" for name, numbers in held)
+    words = escape(f"{step.named(worker)}: at its peak {peaks}", quote=True)
+    return (
+        f"<figure><figcaption>{words}{_difference(held)}</figcaption>"
+        f'<svg viewBox="0 0 {MEMORY_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{words}">{drawn}</svg>'
+        f'<div class="ends"><span>0 s</span><span>{duration(step.makespan)}</span></div></figure>'
+    )
+
+
+def _difference(held: Sequence[Series]) -> str:
+    """How far the count is from what was measured."""
+    peaks = [max(numbers) for _, numbers in held]
+    if len(peaks) < 2 or not peaks[0]:
+        return ""
+    share = 100 * (peaks[1] / peaks[0] - 1)
+    return f" ({share:+.1f} %)" if round(share, 1) else " (the same)"
+
+
+def _line(step: StepData, worker: int, name: str, numbers: Sequence[int], highest: int) -> str:
+    points = list(_points(step, worker, numbers, highest))
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    area = ""
+    if name == "measured" and points:
+        area = f'<polygon points="{points[0][0]:.1f},{HEIGHT} {line} {points[-1][0]:.1f},{HEIGHT}"/>'
+    return (
+        f'<g class="held-{name}">{area}<polyline fill="none" vector-effect="non-scaling-stroke" points="{line}"/></g>'
+    )
+
+
+def _points(step: StepData, worker: int, numbers: Sequence[int], highest: int) -> Iterator[tuple[float, float]]:
+    """Steps: what was held while an instruction ran, from its beginning to its end."""
+    record = step.records[worker]
+    begin, length = record.started, step.makespan or 1.0
+    for end, held in sorted(zip([*record.ends, record.ended], numbers)):
+        y = 2 + (HEIGHT - 2) * (1 - held / highest)
+        yield MEMORY_WIDTH * begin / length, y
+        yield MEMORY_WIDTH * end / length, y
+        begin = end
+
+
+# The steps of a recording as a strip of bars at the top of its report: a click on one shows it.
+#
+# What the page says of the other steps is packed: a script unpacks the one that is asked for. So that a page stays small, not
+# every step is there: the step that is shown, the longest, the shortest, and the latest ones.
+
+
+def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:
+    """The strip as HTML. ``about`` makes what the page says of a step."""
+    lengths = [each.makespan for each in recorded]
+    at = next(number for number, each in enumerate(recorded) if each is shown)
+    there = packed_steps(at, recorded)
+    bars = "".join(
+        _step_bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(recorded)
+    )
+    packed = "".join(_packed(number, about(recorded[number])) for number in there if number != at)
+    others = f", and {dropped} earlier ones dropped" if dropped else ""
+    missing = "" if len(there) == len(recorded) else " Grey bars are not on this page; report(step=...) shows them."
+    said = (
+        f"{count_with_noun(len(recorded), 'step')}{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
+        f"{duration(median(lengths))}. "
+    )
+    buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'
+    return (
+        f'<nav><p>{said}<span id="shown">This page shows step {at}, of {duration(shown.makespan)}.</span>{missing}</p>'
+        + (f'<div class="steps">{bars}</div><div class="tools">{buttons}</div>{packed}' if len(recorded) > 1 else "")
+        + "</nav>"
+    )
+
+
+def packed_steps(shown: int, recorded: Sequence[StepData]) -> list[int]:
+    """The numbers of the steps that the page has."""
+    by_length = sorted(range(len(recorded)), key=lambda number: recorded[number].makespan)
+    wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(recorded)))])
+    packed, room = [shown], MOST_INSTRUCTIONS
+    for number in [each for each in wanted if each != shown][: MOST_STEPS - 1]:
+        room -= sum(map(len, recorded[number].program.orders))
+        if room >= 0:
+            packed.append(number)
+    return sorted(packed)
+
+
+def _step_bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:
+    words = f"step {number}: {duration(step.makespan)}"
+    state = 'aria-current="true"' if shown else "" if there else "disabled"
+    height = 100 * step.makespan / (longest or 1.0)
+    return f'<button data-step="{number}" title="{escape(words)}" {state}><i style="height:{height:.1f}%"></i></button>'
+
+
+def _packed(number: int, text: str) -> str:
+    return f'<template id="step-{number}">{b64encode(compress(text.encode(), mtime=0)).decode()}</template>'

@@ -20,6 +20,7 @@ from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.svg import step_svg
 from pippy.drivers.report.trace import perfetto_trace
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.readable import count_with_noun
 
 NOTHING_RECORDED = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
@@ -83,10 +84,7 @@ class Recording:
     model: ModelNames = NAMELESS
 
     def __post_init__(self) -> None:
-        if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
-            raise DriverError(
-                f"limit={brief(self.limit)}: give how many of the latest steps a recording has at most, 1 or more"
-            )
+        check_count("limit", self.limit, "how many of the latest steps a recording has at most", DriverError)
 
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""

@@ -1,7 +1,7 @@
 """The progress of compiling on the workers, on one line of a terminal."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from pippy.ir.base.terminals import is_muted, redraws
@@ -22,11 +22,6 @@ class CompileProgress:
         # of each worker that compiles: how many pieces are done, and how many there are
         self.now: dict[int, tuple[int, int]] = {}
         self.shown = False
-
-    def begin(self, workers: Collection[int]) -> None:
-        """A call waits for these workers: show what they have told before, as they do that compile in the background."""
-        if not self.now.keys().isdisjoint(workers):
-            self._write()
 
     def show(self, worker: int, progress: tuple[int, int] | None) -> None:
         """Show what a worker has told: None if it does not compile."""

@@ -166,8 +166,6 @@ class Session:
             with uninterrupted():
                 wait = CallWait(self, calls, timeout, over)
                 self._waits.add(own := weakref.ref(wait, self._waits.discard))
-            if self.compiling.now:
-                self.compiling.begin({call.worker for call in wait.waiting})
             yield wait
         finally:
             if wait is not None:

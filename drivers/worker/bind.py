@@ -42,7 +42,7 @@ from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.stage_draws import stage_draws
 
 if TYPE_CHECKING:
-    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 
 class BoundProgram:

@@ -29,7 +29,7 @@ from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.parameters import Initialize, TensorLocation, unreadable
-from pippy.drivers.protocol.profiles import GiveTrace, StartProfile, StopProfile
+from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import AskCompiled, Load
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
@@ -72,7 +72,7 @@ from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.shared_tensors import get_tensor
 
 if TYPE_CHECKING:
-    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
 
 class DriverState:
@@ -116,7 +116,7 @@ class DriverState:
         self.step_buffers = StepBuffers(self.modules)
         hold = partial(self.snapshots.hold, random=not shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
-        self.profiler = WorkerProfiler(index, device)
+        self.profiler = WorkerProfiler(device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
@@ -146,8 +146,8 @@ class DriverState:
             AddGeneration: self._add_generation,
             Generate: self._generate,
             StartProfile: self.profiler.start,
+            AskTime: self.profiler.time,
             StopProfile: self.profiler.stop,
-            GiveTrace: self.profiler.give,
         }
 
     def obey(self, command: Command) -> Any:
@@ -170,8 +170,6 @@ class DriverState:
     def close(self) -> None:
         """End what this has started."""
         self.profiler.close()
-        if self.graphs is not None:
-            self.graphs.close()
 
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
@@ -258,7 +256,7 @@ class DriverState:
         watchers = (executor.recorder if step.record else None, kept, outputs, seen)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
-        prepared = 0 if self.graphs is None else self.graphs.begin_step()
+        prepared = 0 if self.graphs is None else self.graphs.prepared
         with ExitStack() as stack:
             stack.enter_context(random)
             stack.enter_context(unchanged)
@@ -273,7 +271,7 @@ class DriverState:
                 stack.enter_context(self.statistics.step(number))
             result = executor.run(context, [each for each in watchers if each is not None])
         self.running, self.hooks_looked_at = None, self.hooks_looked_at or trial is None
-        if self.graphs is not None and self.graphs.has_prepared(prepared):
+        if self.graphs is not None and self.graphs.prepared != prepared:
             result = replace(result, prepared=True)
         if kept is not None:
             result = replace(result, kept=dict(kept.kept))
@@ -415,6 +413,6 @@ class DriverState:
 
 
 def _graphs(options: CompileOptions) -> "GraphsOfStages":
-    from pippy.drivers.worker.compiled.graphs_of_stages import GraphsOfStages  # slow to import: fake tensors
+    from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages  # slow to import: fake tensors
 
     return GraphsOfStages(options)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.measure.named_work import named_instruction
+from pippy.drivers.worker.measure.profiler import named
 
 
 class Passed(Protocol):
@@ -32,7 +32,7 @@ class ExchangeRun:
         """Run all instructions, in the command with this number."""
         order = self.order
         for self.at, each in enumerate(order):
-            with named_instruction(command, each):
+            with named(each):
                 if to := each.kind.sends_to:
                     for number, value in passed.leaving(each):
                         self.transport.send(to(each), (command, number, 0), value)

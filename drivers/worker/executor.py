@@ -14,7 +14,7 @@ from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.measure.calls import BoundCall
-from pippy.drivers.worker.measure.named_work import NamedInstructions, is_profiled
+from pippy.drivers.worker.measure.profiler import is_profiled, naming
 from pippy.drivers.worker.measure.recorder import Recorder
 from pippy.drivers.worker.measure.saved_memory import SavedMemory
 from pippy.drivers.worker.slices import SliceCaches
@@ -79,7 +79,7 @@ class Executor:
 
     def _code(self) -> Sequence[BoundCall]:
         """The program's instructions; inside of their names, if they are profiled."""
-        return self.named.watching(self.code) if is_profiled() else self.code
+        return naming(self.order, self.code) if is_profiled() else self.code
 
     def _draw_keys(self, random: RandomStep | None, chunks: int) -> Mapping[int | None, DrawKey]:
         """What the random numbers of each micro-batch are drawn with, and those of the mini-batch; none if nothing draws."""
@@ -95,11 +95,6 @@ class Executor:
     def recorder(self) -> Recorder:
         """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.program.ranks, self.transport, self.device, self.copies)
-
-    @cached_property
-    def named(self) -> NamedInstructions:
-        """Names the instructions, in the steps that are profiled."""
-        return NamedInstructions(self.order, self.program.ranks)
 
     @cached_property
     def saved_memory(self) -> SavedMemory:

@@ -25,7 +25,7 @@ from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.log_handler import LogHandler
-from pippy.drivers.worker.measure.named_work import named_command
+from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
 from pippy.ir.base.errors import PippyError
@@ -165,7 +165,7 @@ class Worker:
         if isinstance(body, Load):
             self._load(command.driver, body)
             return None
-        with named_command(command.number, body):
+        with named(body):
             result = self.drivers[command.driver].obey(command)
             transport.finish()  # an answer says that it has succeeded, on the device too
         return result

@@ -1,7 +1,6 @@
-"""Errors of public calls: for an argument that does not fit, they name the call that takes it, or the right spelling.
+"""Errors of public calls: for a word that a call does not take, they name the call that takes it, or the right spelling.
 
-`placing_words` is a decorator, of a function or of a class with all its public methods. It does nothing unless Python refuses
-the arguments: then it raises an `InputError` in place of Python's TypeError.
+`placing_words` is a decorator, of a function or of a class with all its public methods. Public calls note their words with it.
 """
 
 import functools
@@ -12,10 +11,11 @@ from typing import Any, TypeVar
 
 from pippy.ir.base.brief import brief, some
 from pippy.ir.base.errors import InputError
-from pippy.ir.base.placed_words import place_words, refuse_words
+from pippy.ir.base.near_names import near_names
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_calls: dict[str, list[str]] = {}  # the calls that take a word, as one writes them
 
 
 def placing_words(
@@ -32,9 +32,6 @@ def placing_words(
     >>> area(2, hight=3)
     Traceback (most recent call last):
     pippy.ir.base.errors.InputError: area() takes no hight=; did you mean height=?
-    >>> area(2, width=3)
-    Traceback (most recent call last):
-    pippy.ir.base.errors.InputError: area(): multiple values for argument 'width'; it is called as area(width)
     """
 
     def decorate(call: Any) -> Any:
@@ -52,6 +49,56 @@ def placing_words(
         return call
 
     return decorate
+
+
+def place_words(usage: str, words: Iterable[str]) -> None:
+    """Note that a call takes these words. It is written as in "pipeline(model, loss_fn)"."""
+    for word in words:
+        written = [each.partition("=")[0].strip() for each in usage.partition("(")[2].rstrip(")").split(",")]
+        shown = usage if word in written else f"{usage[:-1]}, {word}=...)"
+        if shown not in _calls.setdefault(word, []):
+            _calls[word].append(shown)
+
+
+def hint(word: str, accepted: Collection[str]) -> str:
+    """The advice for a word that a call with the words ``accepted`` does not take; empty if there is none.
+
+    >>> place_words("sew(pieces, x)", ["pieces", "buttonholes"])
+    >>> hint("pieces", ["x"]), hint("butonholes", ["x"])
+    ('it belongs to sew(pieces, x)', 'did you mean buttonholes=, as in sew(pieces, x, buttonholes=...)?')
+    >>> hint("loss_fun", ["loss_fn", "split"])
+    'did you mean loss_fn=?'
+    """
+    if word in _calls:
+        return f"it belongs to {' or '.join(_calls[word][:2])}"
+    near = near_names(word, accepted, most=2, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(f'{each}=' for each in near)}?"
+    far = near_names(word, _calls, most=1, cutoff=0.75)
+    return f"did you mean {far[0]}=, as in {_calls[far[0]][0]}?" if far else ""
+
+
+def hints(words: Iterable[str], accepted: Collection[str]) -> str:
+    """The hints for several words, each with its word if there are more."""
+    by_word = {word: hint(word, accepted) for word in words}
+    told = [f"{word}=: {text}" if len(by_word) > 1 else text for word, text in by_word.items() if text]
+    return "; ".join(told)
+
+
+def refuse_words(
+    call: str, keywords: Mapping[str, object], accepted: Collection[str], unless_known: bool = False
+) -> None:
+    """Raise if a call gets words that are not its own. With ``unless_known``, only for words with a hint.
+
+    >>> refuse_words("make", {"sise": 3}, ["size"])
+    Traceback (most recent call last):
+    pippy.ir.base.errors.InputError: make() takes no sise=; did you mean size=?
+    """
+    unknown = [word for word in keywords if word not in accepted]
+    told = hints(unknown, accepted)
+    if unknown and (told or not unless_known):
+        words = ", ".join(f"{word}=" for word in unknown)
+        raise InputError(f"{call}() takes no {words}; {told or 'it takes ' + ', '.join(some(accepted, most=30))}")
 
 
 def words_of(*calls: Callable[..., Any]) -> set[str]:
@@ -81,40 +128,20 @@ def check_words(
 
 
 def _told(function: Any, label: str, usage: str, more: Iterable[str] = ()) -> Any:
-    signature = inspect.signature(function)
+    known = words_of(function)
+    accepted = [name for name in inspect.signature(function).parameters if name in known and not name.startswith("_")]
     if usage:
-        place_words(usage, [*(name for name in words_of(function) if not name.startswith("_")), *more])
+        place_words(usage, [*accepted, *more])
+    if takes_any(function):
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            told = _unfit(signature, label, usage, args, kwargs)
-            if told is None or isinstance(error, InputError):
-                raise
-        raise told
+        if not kwargs.keys() <= known:
+            refuse_words(label, {word: value for word, value in kwargs.items() if word not in known}, accepted)
+        return function(*args, **kwargs)
 
     return call
-
-
-def _unfit(signature: inspect.Signature, label: str, usage: str, args: Any, kwargs: Any) -> InputError | None:
-    """The error for arguments that a call cannot be made with; None if it can."""
-    try:
-        signature.bind(*args, **kwargs)
-        return None
-    except TypeError:
-        pass
-    parameters = [
-        each.name for each in signature.parameters.values() if each.kind not in _VARIABLE and each.name != "self"
-    ]
-    any_word = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-    try:
-        refuse_words(label, {} if any_word else kwargs, [each for each in parameters if not each.startswith("_")])
-    except InputError as error:
-        return error
-    written = usage or f"{label}({', '.join(parameters)})"
-    return InputError(f"{label}(): {misfits(signature, args, kwargs)}; it is called as {written}")
 
 
 def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

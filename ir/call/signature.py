@@ -6,8 +6,7 @@ from typing import Any
 
 from pippy.ir.base.brief import some
 from pippy.ir.base.errors import InputError
-from pippy.ir.base.placed_words import hints
-from pippy.ir.base.public_calls import misfits
+from pippy.ir.base.public_calls import hints, misfits
 from pippy.ir.base.trees import describe
 from pippy.ir.call.model_call import ModelCall
 

@@ -37,13 +37,13 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
     them to every stage that uses them. A parameter that is used by name on both sides counts, unless it is replicated.
     """
     steps = [0] * (len(operations(traced)) + 1)
-    for made, users, size in travelling_values(traced, sizes, spec):
+    for made, users, size in _travelling_values(traced, sizes, spec):
         steps[made + 1] += size
         steps[users[-1] + 1] -= size
     return _running_sums(steps[:-1])
 
 
-def travelling_values(
+def _travelling_values(
     traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: MultiUseParamSpec = None
 ) -> Iterator[tuple[int, list[int], int]]:
     """The values that may go to other stages: the operation that makes each, the later ones that use it, and its bytes.

@@ -13,18 +13,15 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.node_notes import FAKE_VALUE, copy_notes
 from pippy.ir.halves.joint import Joint, draws_or_seeds
 from pippy.ir.halves.smallest_cut import smallest_cut
-from pippy.ir.run.graph_module import PipeGraphModule
 
 # Operations that read no values of the tensors that they are given.
 _ONLY_SHAPES = {
@@ -38,27 +35,13 @@ class Piece:
     """A graph of its own, and the nodes of the joint graph that its inputs and outputs are.
 
     The last inputs may be ``sums`` of gradients, to which the piece adds: with each the number of the parameter. The module
-    takes one list, and empties it: so a value is freed right after the operation that reads it last. A piece that was pickled
-    is one to compile: its module takes its inputs one by one, and only these have notes.
+    takes one list, and empties it: so a value is freed right after the operation that reads it last.
     """
 
     module: fx.GraphModule
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node | None]
     sums: Mapping[fx.Node, int] = field(default_factory=dict)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values = [FAKE_VALUE.of(node) for node in self.inputs]
-        likes = [(each.shape, each.stride(), each.dtype, each.device) for each in values]
-        return _unpickled, (PipeGraphModule(self.module, self.module.graph), likes)
-
-
-def _unpickled(module: fx.GraphModule, likes: Sequence[tuple[Any, ...]]) -> Piece:
-    inputs = module.graph.find_nodes(op="placeholder")
-    with FakeMode():
-        for node, (shape, stride, dtype, device) in zip(inputs, likes, strict=True):
-            FAKE_VALUE.put(node, torch.empty_strided(shape, stride, dtype=dtype, device=device))
-    return Piece(module, inputs, ())
 
 
 class TakesAList(CodeGen):

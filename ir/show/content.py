@@ -1,15 +1,72 @@
-"""What a drawing shows of a Pipe: its structure, its shapes for example arguments, and the figures of each stage."""
+"""What a drawing shows of a Pipe: its structure, shapes for example arguments, the figures of stages, and the notes below."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pippy.ir.base.names import user_name
 from pippy.ir.base.readable import bytes_text, count_text, shortened
 from pippy.ir.base.trees import nbytes
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.show.figures import StageFigures, stage_figures
-from pippy.ir.show.shapes import Shape, Shapes, propagate
-from pippy.ir.show.structure import Box, DrawnValue, Structure, structure_of
+from pippy.ir.show.shapes import Amount, Shape, Shapes, add_amounts, propagate
+from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
+
+_LONGEST_WAY = 6
+
+
+@dataclass(frozen=True)
+class ForwardFigures:
+    """The bytes that a stage receives and sends in one forward, and its FLOPs.
+
+    A value that is sent to two stages counts twice in ``sends``.
+    """
+
+    receives: Amount
+    sends: Amount
+    flops: Amount
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """The figures of one stage, or of the loss. ``forward`` is None without example arguments."""
+
+    name: str
+    holds: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+    forward: ForwardFigures | None = None
+
+
+def stage_figures(module: nn.Module, index: int, structure: Structure, shapes: Shapes | None) -> StageFigures:
+    """The figures of the stage whose box has this index."""
+    box = structure.boxes[index]
+    parameters, buffers = _sized(module.parameters()), _sized(module.buffers())
+    holds = (type(module).__name__,) if box.kind == "loss" else tuple(map(user_name, _held(module)))
+    sizes = sum(tensor.numel() for tensor in parameters), nbytes(parameters), nbytes(buffers)
+    if shapes is None:
+        return StageFigures(box.name, holds, *sizes)
+    received = (value for value in structure.values if index in value.users)
+    sent = (value for value in structure.values if value.source == index)
+    receives = add_amounts(shapes.values[value.node].size for value in received)
+    sends = add_amounts(shapes.values[value.node].size for value in sent for _ in value.users)
+    return StageFigures(box.name, holds, *sizes, ForwardFigures(receives, sends, shapes.flops[box.name]))
+
+
+def _held(module: nn.Module, path: str = "") -> Iterator[str]:
+    """The modules and tensors of a stage, without the plain containers that hold them."""
+    yield from (path + name for name in (*module._parameters, *module._buffers))
+    for name, child in module.named_children():
+        yield from _held(child, f"{path}{name}.") if type(child) is nn.Module else (path + name,)
+
+
+def _sized(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that have a size. Those of a lazy module get their size in its first forward."""
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
 @dataclass(frozen=True)
@@ -57,3 +114,29 @@ def content_of(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str
     }
     again = [copy for _, *copies in compiled.copies() for copy in copies]
     return Content(structure, shapes, stages, (sum(copy.numel() for copy in again), nbytes(again)))
+
+
+def backward_text(structure: Structure) -> str:
+    """One line about the backward, which is not drawn."""
+    if not structure.backward:
+        return "backward: none, as the Pipe has no loss"
+    computing = [box.name for box in reversed(structure.boxes) if box.computes]
+    steps = [name for name in computing if name in structure.backward]
+    order = " → ".join(steps if len(steps) <= _LONGEST_WAY else [*steps[:2], "…", *steps[-2:]])
+    without = [name for name in reversed(computing) if name not in structure.backward]
+    none = f"; none in {', '.join(without)}" if without else ""
+    return f"backward: {order}; gradients take the same ways back{none}"
+
+
+def copies_text(structure: Structure, copies: ParameterCopies) -> str:
+    """One line about parameters of which several stages hold a copy."""
+    holders = ", ".join(structure.boxes[index].name for index in copies.boxes)
+    return f"replicated: {', '.join(copies.names)} in {holders}; gradients are summed"
+
+
+def notes(content: Content) -> list[str]:
+    """The lines below a drawing: replicated parameters, the backward, and unknown values with their reasons."""
+    lines = [copies_text(content.structure, each) for each in content.structure.copies]
+    lines.append(backward_text(content.structure))
+    unknown = content.shapes.unknown if content.shapes else []
+    return lines + [f"unknown: {each.explain()}" for each in unknown]

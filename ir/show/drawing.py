@@ -1,11 +1,18 @@
-"""The class `Drawing`, which `pipe.draw()` returns: a drawing of a Pipe in several formats."""
+"""The class `Drawing`, which `pipe.draw()` returns: a drawing of a Pipe in several formats, among them Mermaid and HTML."""
 
+from itertools import pairwise
+
+from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content
-from pippy.ir.show.diagrams import dot, mermaid
-from pippy.ir.show.notebook import html
-from pippy.ir.show.stages_table import stages_table
+from pippy.ir.show.stages_table import stages_table, table_cells
+from pippy.ir.show.structure import Box, DrawnValue
 from pippy.ir.show.svg import pipe_svg
+from pippy.ir.show.tables import html_table
 from pippy.ir.show.text_drawing import text_drawing
+
+_LONGEST = 48
+_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "stage": ("[", "]"), "loss": ("{{", "}}")}
+_ENTITIES = {ord(character): f"#{ord(character)};" for character in '#"<>&`;\\'}
 
 
 class Drawing:
@@ -71,17 +78,6 @@ class Drawing:
         """
         return mermaid(self._content)
 
-    def dot(self) -> str:
-        r"""A Graphviz digraph, in the DOT language.
-
-        >>> from torch import nn
-        >>> from pippy import Pipe
-        >>> drawing = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).draw()
-        >>> print(drawing.dot().splitlines()[5])
-            n1 [shape=box, label="submod_0\n15 parameters"];
-        """
-        return dot(self._content)
-
     def svg(self) -> str:
         """A picture for a browser or a document.
 
@@ -92,3 +88,40 @@ class Drawing:
         '<svg xmlns="http://www.w3.org/2000/svg"'
         """
         return pipe_svg(self._content)
+
+
+def html(content: Content) -> str:
+    """The HTML. A drawing or table that is wider than the page has a scroll bar of its own."""
+    return f'<div style="overflow-x: auto">{pipe_svg(content)}{html_table(table_cells(content), total=True)}</div>'
+
+
+def mermaid(content: Content) -> str:
+    """A Mermaid flowchart. A thick arrow is a transmitted parameter, a dotted line joins copies of a parameter."""
+    lines = ["flowchart LR"]
+    for index, box in enumerate(content.structure.boxes):
+        opening, closing = _SHAPES[box.kind]
+        lines.append(f'    n{index}{opening}"{_text(_box_lines(content, box))}"{closing}')
+    for value in content.structure.values:
+        arrow, text = "==>" if value.origin else "-->", _text(_value_lines(content, value))
+        lines += [f'    n{value.source} {arrow}|"{text}"| n{user}' for user in value.users]
+    for group in content.structure.copies:
+        text = _text([shortened(", ".join(group.names), _LONGEST), "replicated"])
+        lines += [f'    n{one} -. "{text}" .- n{other}' for one, other in pairwise(group.boxes)]
+    return "\n".join(lines) + "\n"
+
+
+def _text(lines: list[str]) -> str:
+    """
+    >>> _text(['a "b"', "c"])
+    'a #34;b#34;<br/>c'
+    """
+    return "<br/>".join(line.translate(_ENTITIES) for line in lines)
+
+
+def _box_lines(content: Content, box: Box) -> list[str]:
+    return [shortened(box.name, _LONGEST), *content.stage_texts(box)]
+
+
+def _value_lines(content: Content, value: DrawnValue) -> list[str]:
+    texts = [value.name, value.special, content.size_text(value, _LONGEST)]
+    return [shortened(text, _LONGEST) for text in texts if text]

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 from pippy.ir.base.readable import bytes_text, count_text, shortened
-from pippy.ir.show.content import Content
-from pippy.ir.show.figures import ForwardFigures, StageFigures
-from pippy.ir.show.notes import notes
+from pippy.ir.show.content import Content, ForwardFigures, StageFigures, notes
 from pippy.ir.show.shapes import add_amounts
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 _ALWAYS = ("stage", "parameters", "bytes", "buffers")
 _WITH_SHAPES = ("receives", "sends", "FLOPs")

@@ -11,33 +11,29 @@ A `Balancer` has the arguments; it is called with the traced graph.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
 
-from pippy.balance.counted_stages import CountedStages
+from pippy.balance.counted_cuts import CountedCuts, cuts_within, lightest_counted
 from pippy.balance.figures import Figures, figures_of
-from pippy.balance.kept_by_operations import kept_by_operations
-from pippy.balance.kept_bytes import UnitValue
-from pippy.balance.measured_link import measured_link
 from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split, without_numbers
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
-from pippy.balance.transfer_times import MEASURED_LINK, Link, TransferTimes, link_of
 from pippy.balance.weighing import Weighing
-from pippy.balance.within_limit import Count, cuts_within
 from pippy.drivers.plan.choice.byte_sizes import byte_count
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing, mark, marks, travelling_values
-from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.record.traced import Traced
 from pippy.ir.request import Request
 
@@ -66,7 +62,6 @@ class Balancer:
         memory_limit: int | str | None = None,
         param_scale: float | None = None,
         in_flight: int | None = None,
-        link: str | float | None = None,
         progress: bool | None = None,
         clock: Clock = time.perf_counter_ns,
         **asked: Any,
@@ -76,70 +71,51 @@ class Balancer:
         self.policy = self.asked = read_split(split, num_stages, self.request.has_example)
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
-        self.link = None if link is None or link == MEASURED_LINK else link_of(link)
-        self.measures_link = link == MEASURED_LINK
         self.progress, self.clock = progress, clock
-        self._check_link()
 
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and return the report about the stages."""
         _check_unmarked(traced)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
-        self._check_link()
-        if self.measures_link:
-            self.link = measured_link(self.policy.stages)
-        spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
+        spec = self.request.multi_use_param_spec
         figures = figures_of(traced, spec, self.param_scale)
         profile = self._profile(traced) if self.request.has_example else None
         if profile is not None:
             figures.crossing = crossing(traced, profile.sizes, spec)
             figures.constraints = [*constraints(traced, spec, profile.changed), *_untravelling(figures, profile)]
-        kept_bytes = None if profile is None else kept_by_operations(traced, profile, with_loss, spec)
-        transfers = None if self.link is None or profile is None else _transfers(traced, profile, spec, self.link)
-        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight, kept_bytes, transfers)
-        counted = CountedStages(traced, self.request, self.in_flight)
-
-        def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
-            peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if profile is not None else None
-            held = weighing.parameter_bytes(cuts)
-            return None if peaks is None else tuple(map(sum, zip(peaks, held)))
-
-        cuts, peaks = self._cuts(weighing, count)
+        weighing = Weighing(traced, figures, profile, self.policy, self.in_flight)
+        counted = CountedCuts(weighing, self.request, self.in_flight)
+        cuts = self._cuts(weighing, counted)
+        by_memory = self.memory_limit is not None or self.policy.measure == "memory"
+        peaks = counted.peaks(cuts) if by_memory else None
         mark(traced, [figures.nodes[cut] for cut in cuts])
         if self.policy.assumes and cuts:
             source.warn(_what_parameters_cost(self.policy.stages))
         return self._report(weighing, cuts, peaks, counted.uncounted)
 
-    def _cuts(self, weighing: Weighing, count: Count) -> tuple[list[int], tuple[int, ...] | None]:
-        """The cuts, and with a limit of memory the peaks of their stages."""
+    def _cuts(self, weighing: Weighing, counted: CountedCuts) -> list[int]:
         limit = self.memory_limit
         if self.policy.names:
             cuts = named_cuts(weighing.traced, self.policy.names)
-            peaks = None if limit is None else count(cuts)
             if limit is not None:
-                weighing.check_limit(cuts, limit, peaks)
-            return cuts, peaks
-        return (weighing.best_cuts(), None) if limit is None else cuts_within(weighing, limit, count)
+                weighing.check_limit(limit, counted.held(cuts))
+            return cuts
+        if limit is not None:
+            return cuts_within(weighing, limit, counted.held)
+        lightest = lightest_counted(weighing, counted.held, SLACK) if self.policy.measure == "memory" else None
+        return lightest or weighing.best_cuts()
 
     def _report(self, weighing: Weighing, cuts: Sequence[int], peaks: Sequence[int] | None, uncounted: str) -> Balance:
-        bound, alone = weighing.bound(cuts)
+        by_peak = peaks if self.policy.measure == "memory" else None
+        bound, alone = weighing.bound(cuts) if by_peak is None else (ceil(sum(by_peak) / len(by_peak)), None)
         stages = tuple(
             weighing.stage(number, run, None if peaks is None else peaks[number])
             for number, run in enumerate(runs(cuts, weighing.count))
         )
-        optimal = self.policy.kind not in ("names", "counts")
+        optimal = self.policy.kind not in ("names", "counts") and by_peak is None
         note, within = self._memory_note(weighing.profile, uncounted), max(SLACK, weighing.uncertain)
-        link_note = weighing.link_note(cuts)
-        return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within, link_note)
-
-    def _check_link(self) -> None:
-        given = MEASURED_LINK if self.measures_link else self.link and self.link.text
-        if given is not None and self.policy.kind != "time":
-            raise BalanceError(
-                f"link={given!r} is counted beside the measured time of operations, and split={self.policy.text!r} "
-                "measures none; give split='time', num_stages and example_args, the arguments of one micro-batch"
-            )
+        return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
         request = self.request
@@ -170,13 +146,6 @@ class Balancer:
         return f"{parameters}, and what is kept for backwards, {flight}{why}"
 
 
-def _transfers(traced: Traced, profile: Profile, spec: MultiUseParamSpec, link: Link) -> TransferTimes:
-    values = travelling_values(traced, profile.sizes, spec)
-    return TransferTimes(
-        len(profile.costs), tuple(UnitValue(made, tuple(users), size) for made, users, size in values), link
-    )
-
-
 def _what_parameters_cost(stages: int) -> str:
     return (
         f"num_stages={stages} without example arguments gives the stages equal numbers of parameters, which is not equal time: "
@@ -198,11 +167,8 @@ def _check_memory(scale: object, in_flight: object) -> None:
             f"param_scale is {brief(scale)}; give how often the bytes of a parameter count: 2 for a parameter and its "
             "gradient, 4 with the two moments of Adam"
         )
-    if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
-        raise BalanceError(
-            f"in_flight is {brief(in_flight)}; give the number of micro-batches whose activations a stage holds at a time, "
-            "1 or more"
-        )
+    what = "the number of micro-batches whose activations a stage holds at a time"
+    check_count("in_flight", in_flight, what, BalanceError, none="for as many as under 1F1B")
 
 
 def _check_unmarked(traced: Traced) -> None:

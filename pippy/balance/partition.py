@@ -11,35 +11,24 @@ Cuts over which less is sent in every step are worth more than a slightly lighte
 another bisection, the heaviest lightest stage; then the latest cuts. Measured costs differ a little each time. With them, all
 cuts within `SLACK` count as alike, and the latest are taken. If it is known that measured costs differ by more, the ceiling is
 raised by that.
-
-The bytes that a stage keeps, and the time in which it takes and sends values, depend on where it begins and ends, and a larger
-stage may have less of them. Then the allowed starts are no window, but any set. Both steps look at all starts that can be
-reached and that leave no more than the later stages may hold (at most stages × units × units).
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
-
-import numpy as np
-
-from pippy.balance.run_table import Rectangle, RunTable, Table, first_uses, table_of
 
 SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
 _FINEST = 0.001  # of the mean: costs that were measured are told apart no finer
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
-Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, eq=False)
 class RunWeight:
     """The weight of a run of units: the sum of their weights, where a tensor of several units counts once.
 
-    A part that ``varies`` with where the run begins and ends, as the bytes that it keeps, counts ``times``. Every run weighs
-    ``besides`` more.
+    Every run weighs ``besides`` more.
 
     >>> load = RunWeight([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
     >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
@@ -48,8 +37,6 @@ class RunWeight:
 
     weights: Sequence[int]
     held: Sequence[Mapping[Hashable, int]] = ()
-    varies: RunTable | None = None
-    times: int = 1
     besides: int = 0
 
     def of(self, start: int, end: int) -> int:
@@ -57,8 +44,7 @@ class RunWeight:
         held: dict[Hashable, int] = {}
         for things in self.held[start:end]:
             held.update(things)
-        more = 0 if self.varies is None else self.varies.of(start, end) * self.times
-        return sum(self.weights[start:end]) + sum(held.values()) + more + self.besides
+        return sum(self.weights[start:end]) + sum(held.values()) + self.besides
 
     def least_of(self, unit: int) -> int:
         """The least weight of a stage with this unit."""
@@ -66,34 +52,14 @@ class RunWeight:
 
     def once(self) -> int:
         """The weight of tensors of several units, which count once, in a stage of all units."""
-        return replace(self, varies=None).of(0, len(self.weights)) - sum(self.weights)
+        return self.most() - sum(self.weights) - self.besides
 
     def most(self) -> int:
-        """The weight of the heaviest run."""
-        if self.varies is None:
-            return self.of(0, len(self.weights))
-        return int(self.table.max())
-
-    @cached_property
-    def table(self) -> Table:
-        """The weight of every run, by its start and its end."""
-        count = len(self.weights)
-        before = np.array([0, *accumulate(self.weights)], dtype=np.int64)
-        table = before[None, :] - before[:, None] + table_of(count, self._held_rectangles()) + self.besides
-        return table if self.varies is None else table + self.varies.table * self.times
-
-    def _held_rectangles(self) -> list[Rectangle]:
-        holders = dict[Hashable, tuple[int, list[int]]]()
-        for unit, things in enumerate(self.held):
-            for thing, amount in things.items():
-                holders.setdefault(thing, (amount, []))[1].append(unit)
-        return [each for amount, units in holders.values() for each in first_uses(units, amount)]
+        """The weight of the heaviest run: that of all units."""
+        return self.of(0, len(self.weights))
 
     def starts(self, ceiling: int) -> list[int]:
-        """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none.
-
-        Only where a larger run never weighs less: nothing varies.
-        """
+        """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none."""
         ceiling -= self.besides
         if not self.held:
             before = [0, *accumulate(self.weights)]
@@ -224,9 +190,9 @@ def _evenest(search: "_Search", ceiling: int, price: int | None, step: int) -> l
     return found
 
 
-def lightest_cuts(row: Row) -> list[int] | None:
-    """The cuts whose heaviest stage has the least memory, whatever the limits; None if no cut is allowed."""
-    return best_cuts(replace(row, costs=row.memory, limits=[], measured=False), slack=0.0)
+def lightest_cuts(row: Row, slack: float) -> list[int] | None:
+    """The best cuts if the memory of stages is the cost, whatever the limits; None if no cut is allowed."""
+    return best_cuts(replace(row, costs=row.memory, limits=[], measured=False, uncertain=0.0), slack)
 
 
 def most_stages(layers: Sequence[int]) -> int:
@@ -265,8 +231,6 @@ class _Search:
         self.row = row
         stages = range(row.stages)
         self.fixed = [self._fixed_starts(stage) for stage in stages]
-        lightest = [min(each) for each in zip(*(load.weights for load in _different(row.costs)))]
-        self.before = np.array([0, *accumulate(lightest)], dtype=np.int64)  # what the units before each weigh at least
         least = row.least or [1] * row.stages
         ends = {count: RunWeight(row.layers).last_starts(count) for count in set(least)}
         self.last = [ends[least[stage]] for stage in stages]
@@ -274,32 +238,25 @@ class _Search:
     def _fixed_starts(self, stage: int) -> list[int]:
         """For each end, the first start that the limits allow; the ceiling does not count here."""
         bounds = [[0] * (self.row.units + 1)]
-        if self.row.limits and self.row.memory[stage].varies is None:
+        if self.row.limits:
             bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
         if self.row.most:
             bounds.append(RunWeight(self.row.layers).starts(self.row.most[stage]))
         return [max(each) for each in zip(*bounds)]
 
-    def _starts(self, ceiling: int, floor: int = 0) -> Iterator["_Starts"]:
-        """Stage by stage, where it may start."""
-        loads = _different(self.row.costs)
-        windows = {
-            load: (load.starts(ceiling), load.last_starts(floor)) if load.varies is None else None for load in loads
-        }
-        for stage, (load, fixed, last) in enumerate(zip(self.row.costs, self.fixed, self.last)):
-            window, tables = windows[load], [] if load.varies is None else [(load.table, floor, ceiling)]
-            if self.row.limits and self.row.memory[stage].varies is not None:
-                tables.append((self.row.memory[stage].table, 0, self.row.limits[stage]))
-            firsts, lasts = (fixed, last) if window is None else (map(max, window[0], fixed), map(min, window[1], last))
-            # an end that leaves more than the stages behind it may hold is none
-            first_end = int(np.searchsorted(self.before, self.before[-1] - (self.row.stages - 1 - stage) * ceiling))
-            yield _Starts(list(zip(firsts, lasts)), tables, first_end)
+    def _windows(self, ceiling: int, floor: int = 0) -> Iterator[list[Window]]:
+        """Stage by stage, where it may start for each end."""
+        windows = {load: (load.starts(ceiling), load.last_starts(floor)) for load in _different(self.row.costs)}
+        for load, fixed, last in zip(self.row.costs, self.fixed, self.last):
+            firsts, lasts = windows[load]
+            yield list(zip(map(max, firsts, fixed), map(min, lasts, last)))
 
     def feasible(self, ceiling: int) -> bool:
         """Whether there is a cut whose stages all cost at most ``ceiling``."""
         reached = [True, *[False] * self.row.units]
-        for starts in self._starts(ceiling):
-            reached = starts.reached(reached)
+        for windows in self._windows(ceiling):
+            before = [0, *accumulate(reached)]
+            reached = [first <= last and before[last + 1] > before[first] for first, last in windows]
         return reached[-1]
 
     def lowest_price(self, ceiling: int) -> int | None:
@@ -314,10 +271,10 @@ class _Search:
         prices = [price * scale + units - unit for unit, price in enumerate(self.row.prices)]
         value: list[int | None] = [0, *[None] * units]
         chosen = []
-        for stage, starts in enumerate(self._starts(ceiling, floor)):
+        for stage, windows in enumerate(self._windows(ceiling, floor)):
             if stage:
                 value = [None if cost is None else cost + price for cost, price in zip(value, [*prices, 0])]
-            value, places = starts.minima(value)
+            value, places = _window_minima(value, windows)
             chosen.append(places)
         if value[-1] is None:
             return None
@@ -325,62 +282,6 @@ class _Search:
         for places in reversed(chosen):
             cuts.append(places[cuts[-1]])
         return cuts[-2:0:-1]
-
-
-class _Starts:
-    """The allowed starts of one stage, for each end: in a window, and with weights within the limits of all ``tables``.
-
-    Each table comes with the least and the most weight of a run. If there are tables, ends before ``first_end`` do not count.
-    """
-
-    def __init__(self, windows: list[Window], tables: Sequence[tuple[Table, int, int]], first_end: int) -> None:
-        self.windows, self.tables, self.first_end = windows, tables, first_end
-
-    def _allowed(self, starts: slice) -> tuple[int, Mask]:
-        """Which of these starts are allowed, by start and end; the ends begin with the first that counts."""
-        first_end = max(starts.start + 1, self.first_end)
-        first, last = np.array(self.windows[first_end:]).reshape(-1, 2).T
-        numbers = np.arange(starts.start, starts.stop)[:, None]
-        allowed = (numbers >= first) & (numbers <= last)
-        for table, least, most in self.tables:
-            weights = table[starts, first_end:]
-            allowed &= weights <= most
-            if least > 0:
-                allowed &= weights >= least
-        return first_end, allowed
-
-    def reached(self, starts: Sequence[bool]) -> list[bool]:
-        """The ends that are reached from these starts."""
-        if self.tables:
-            there = _from_first_to_last(starts)
-            first_end, allowed = self._allowed(there)
-            ends: list[bool] = (allowed & np.array(starts[there], dtype=bool)[:, None]).any(0).tolist()
-            return [*[False] * first_end, *ends]
-        before = [0, *accumulate(starts)]
-        return [first <= last and before[last + 1] > before[first] for first, last in self.windows]
-
-    def minima(self, value: Sequence[int | None]) -> tuple[list[int | None], list[int]]:
-        """For each end, the least value of a start, and which start that is: of several the latest."""
-        if not self.tables:
-            return _window_minima(value, self.windows)
-        none, there = len(value), _from_first_to_last([each is not None for each in value])
-        first_end, allowed = self._allowed(there)
-        order = sorted({each for each in value if each is not None})
-        rank = {each: number for number, each in enumerate(order)}
-        keys = np.array([
-            none * none if each is None else rank[each] * none + none - 1 - start
-            for start, each in enumerate(value[there], there.start)
-        ])  # fmt: skip
-        least = np.where(allowed, keys[:, None], none * none).min(0, initial=none * none).tolist()
-        places = [-1] * first_end + [-1 if each == none * none else none - 1 - each % none for each in least]
-        return [None if place < 0 else value[place] for place in places], places
-
-
-def _from_first_to_last(holds: Sequence[bool]) -> slice:
-    """From the first that holds to the last; empty if none does."""
-    if True not in holds:
-        return slice(0, 0)
-    return slice(holds.index(True), len(holds) - holds[::-1].index(True))
 
 
 def _window_minima(value: Sequence[int | None], windows: Sequence[Window]) -> tuple[list[int | None], list[int]]:

@@ -10,6 +10,7 @@ from torch import nn
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import is_whole
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import unknown_name
 from pippy.ir.base.near_names import did_you_mean
@@ -56,7 +57,7 @@ def read_split(split: Split, num_stages: int | str | None, with_examples: bool) 
     """
     if num_stages == "auto":
         num_stages = _number_of_workers()
-    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
+    if not (num_stages is None or is_whole(num_stages)):
         raise BalanceError(
             f"num_stages is {brief(num_stages)}; give a number of stages, 1 or more, or 'auto' for as many as there are workers"
         )

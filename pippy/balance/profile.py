@@ -11,25 +11,26 @@
 Values are detached from one another, so only one operation's graph is alive at a time.
 """
 
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from pippy.balance.progress import ProfileProgress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.balance.stopwatch import Clock, Stopwatch, Timing
-from pippy.balance.storages import Storages
 from pippy.ir.base import source
 from pippy.ir.base.errors import BalanceError, StageError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.node_notes import GRADIENTS_OFF
 from pippy.ir.base.same_work import work_of
-from pippy.ir.base.sparse_tensors import map_stored
+from pippy.ir.base.sparse_tensors import map_stored, plain_parts
+from pippy.ir.base.terminals import is_muted, redraws
 from pippy.ir.base.trees import map_tensors, nbytes, tensors
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
@@ -37,6 +38,8 @@ from pippy.ir.record.nodes import map_nodes, values_to_free
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
+
+_LONGEST = 70
 
 
 @dataclass
@@ -52,21 +55,29 @@ class OperationCost:
 class Profile:
     """The cost of each operation in order, the bytes of its value, the cost of the loss, and facts that the runs showed.
 
-    ``storages`` has for each value, inputs included, the storages that it is in, with their bytes; ``target`` those of the
-    loss's target. ``with_gradient`` are the operations whose values require one. ``changed`` has the ids of tensors of the
-    model that changed, ``untravelling`` the operations whose values cannot be sent to another stage. All times together may
-    be wrong by ``uncertain`` of themselves.
+    ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be sent to
+    another stage. All times together may be wrong by ``uncertain`` of themselves.
     """
 
     costs: list[OperationCost] = field(default_factory=list)
     sizes: dict[fx.Node, int] = field(default_factory=dict)
-    storages: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
     loss: OperationCost = field(default_factory=OperationCost)
-    target: dict[int, int] = field(default_factory=dict)
-    with_gradient: set[fx.Node] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     untravelling: list[fx.Node] = field(default_factory=list)
     uncertain: float = 0.0
+
+    def kept(self, start: int, end: int) -> list[int]:
+        """The bytes that each of some operations keeps for the backward, and none of those before it.
+
+        The sum is nearly what a stage of them keeps: values that it takes from other stages and does not save are missing.
+        The loss is with the last operation.
+        """
+        seen, found = set[int](), list[int]()
+        for number, cost in enumerate(self.costs[start:end], start + 1):
+            saved = cost.saved | (self.loss.saved if number == len(self.costs) else {})
+            found.append(sum(size for key, size in saved.items() if key not in seen))
+            seen |= saved.keys()
+        return found
 
 
 def profile(
@@ -121,7 +132,7 @@ class _Run:
             for node in self.traced.graph.nodes:
                 if node.op == "placeholder":  # a copy: an operation may change it in place
                     self._put(node, map_tensors(_copied, inputs[node.name]))
-                    self._weigh(node)
+                    self.profile.sizes[node] = nbytes(self.values[node])
                 elif node.op == "get_attr":
                     self.values[node] = self.traced.attributes[str(node.target)]
                 elif node.op == "output" and loss_fn is not None:
@@ -136,7 +147,6 @@ class _Run:
         finally:
             progress.end()
         self.profile.changed = self.state.changed
-        self.profile.with_gradient = {node for node, flags in self.flags.items() if any(flags)}
         self._read_times()
         return self.profile
 
@@ -174,7 +184,7 @@ class _Run:
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
         self.profile.costs.append(cost)
-        self._weigh(node)
+        self.profile.sizes[node] = nbytes(self.values[node])
         try:
             as_leaf(value)
         except StageError:
@@ -202,10 +212,6 @@ class _Run:
         self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
-    def _weigh(self, node: fx.Node) -> None:
-        self.profile.sizes[node] = nbytes(self.values[node])
-        self.profile.storages[node] = self.storages.of(self.values[node])
-
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """Change the values themselves, as copies of them were changed, so that values that share their memory change too."""
         with torch.no_grad():
@@ -224,7 +230,6 @@ class _Run:
         with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.profile.loss = trial.measure()[1]
-        self.profile.target = self.storages.of(target)
 
 
 @dataclass
@@ -334,3 +339,83 @@ def explain_operation_errors(node: fx.Node | None) -> Iterator[None]:
             "What to do: see that example_args (and example_kwargs) are arguments that the model runs with, one micro-batch "
             "of them; or use a split that runs nothing, 'parameters' for example"
         ) from error
+
+
+class Storages:
+    """Gives each storage a key. Storages of the model's tensors are left out.
+
+    >>> storages, x = Storages([]), torch.ones(8, requires_grad=True)
+    >>> with storages.saved() as saved:
+    ...     y = x.exp()
+    >>> saved == storages.of(y), list(saved.values())
+    (True, [32])
+    """
+
+    def __init__(self, model_tensors: Iterable[torch.Tensor]) -> None:
+        self.of_model = {part.untyped_storage()._cdata for tensor in model_tensors for part in plain_parts(tensor)}
+        self.seen: dict[int, StorageWeakRef] = {}
+        self.stands_for: dict[int, tuple[int, int]] = {}  # of copies: the storage that was copied, and its bytes
+
+    def of(self, values: Any) -> dict[int, int]:
+        """The storages of the tensors in ``values``, and their bytes."""
+        sizes = {}
+        for storage in [part.untyped_storage() for tensor in tensors(values) for part in plain_parts(tensor)]:
+            key = storage._cdata
+            if key not in self.of_model:
+                self.seen.setdefault(key, StorageWeakRef(storage))  # while this lives, no other storage has the key
+                name, size = self.stands_for.get(key, (key, storage.nbytes()))
+                sizes[name] = size
+        return sizes
+
+    def copied(self, copy: torch.Tensor, original: torch.Tensor) -> None:
+        """Give the storage of a copy the key of the original."""
+        both = self.of(copy), self.of(original)
+        self.stands_for.update(zip(both[0], both[1].items()))
+
+    @contextmanager
+    def saved(self) -> Iterator[dict[int, int]]:
+        """Inside, what autograd saves is added to the dict that this gives."""
+        sizes: dict[int, int] = {}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.update(self.of(tensor))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            yield sizes
+
+
+class ProfileProgress:
+    """Counts steps. A terminal shows one line that changes; a file gets a line for each tenth of the steps.
+
+    >>> progress = ProfileProgress(2, shown=True, stream=sys.stdout)
+    >>> progress.step("0")
+    profiling 1/2: 0
+    >>> progress.step("1")
+    profiling 2/2: 1
+    >>> progress.end()
+    """
+
+    def __init__(self, steps: int, shown: bool | None = None, stream: TextIO | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        terminal = redraws(self.stream)
+        self.steps, self.done, self.terminal = steps, 0, terminal
+        self.shown = (terminal if shown is None else shown and self.stream is not None) and not is_muted()
+
+    def step(self, name: str) -> None:
+        """The step ``name`` begins."""
+        self.done += 1
+        if not self.shown:
+            return
+        text = f"profiling {self.done}/{self.steps}: {name}"[:_LONGEST]
+        if self.terminal:
+            self.stream.write(f"\r{text}\x1b[K")
+        elif self.done * 10 // self.steps > (self.done - 1) * 10 // self.steps:
+            self.stream.write(f"{text}\n")
+        self.stream.flush()
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.shown and self.terminal:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from pippy.ir.base.readable import bytes_text, count_text, shortened
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 LONGEST_NAME = 24
-_HEADS = ["stage", "from", "to", "layers", "share", "transfers", "parameters", "memory", "sends on", "peak"]
+_HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on", "peak"]
 _NAMES = 3  # the first columns hold names, the others numbers
 _COST = 4  # the column of the costs, before that of the shares
 
@@ -37,9 +37,9 @@ class StageBalance:
     """One stage: its layers, its cost in the measure of the balance, and the bytes that it holds and sends.
 
     ``sends`` are the bytes that cross the cut behind it for one micro-batch, with those of skips to later stages. It is None
-    for the last stage, and without example arguments. ``memory`` are the bytes that it holds between computations, ``peak`` the
-    most that it holds; None if there is no limit. ``forward`` is the part of its forward in a cost that is a time, and
-    ``transfers`` that of the values that it takes and sends, if the speed of the link was given.
+    for the last stage, and without example arguments. ``memory`` are about the bytes that it holds between computations,
+    ``peak`` the most that it holds; None if stages are not cut by memory. ``forward`` is the part of its forward in a cost that
+    is a time.
     """
 
     name: str
@@ -52,7 +52,6 @@ class StageBalance:
     sends: int | None
     peak: int | None = None
     forward: int | None = None
-    transfers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Balance:
     ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). ``bound`` is the
     lowest cost that the heaviest stage can have: the mean, or the cost of the one layer that ``alone`` names. ``optimal``
     says that, under the given limits, no other cuts have a heaviest stage that is lighter by more than ``within`` of its cost:
-    3 %, or more if measured times may be wrong by more. It is False for cuts by hand. ``link_note`` says what the speed of the
-    link has changed.
+    3 %, or more if measured times may be wrong by more. It is False for cuts by hand, and for those by counted memory.
 
     >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
     >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")
@@ -79,7 +77,6 @@ class Balance:
     optimal: bool
     memory_note: str
     within: float = 0.03
-    link_note: str | None = None
 
     @property
     def greatest(self) -> StageBalance:
@@ -104,9 +101,7 @@ class Balance:
         [(0.01, 0.02)]
         """
         found = [
-            (each.forward / 1e9, (each.cost - each.forward - (each.transfers or 0)) / 1e9)
-            for each in self.stages
-            if each.forward is not None
+            (each.forward / 1e9, (each.cost - each.forward) / 1e9) for each in self.stages if each.forward is not None
         ]
         trained = self.measure == "time" and any(backward for _, backward in found)
         return found if trained else None
@@ -116,11 +111,12 @@ class Balance:
         if len(self.stages) == 1:
             return f"by {self.policy}: one stage"
         bound = self.bound / self.mean if self.mean else 1.0
-        why = f"{self.alone} alone" if self.alone else "the mean" + " without transfers" * (self.link_note is not None)
+        why = f"{self.alone} alone" if self.alone else "the mean"
         return (
             f"by {self.policy}: the greatest stage, {self.greatest.name}, is {self.ratio:.2f} times the mean; the bound is "
             f"{bound:.2f} ({why})"
-            + (f"; no other cut does {ceil(round(self.within * 100, 6))} % better" if self.optimal else "; cut by hand")
+            + (f"; no other cut does {ceil(round(self.within * 100, 6))} % better" if self.optimal else "")
+            + "; cut by hand" * (self.policy == "hand")
         )
 
     def __str__(self) -> str:
@@ -129,7 +125,7 @@ class Balance:
         shown = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
         rows = [[columns[i][row] for i in shown] for row in range(len(self.stages) + 1)]
         table = text_table(rows[0], rows[1:], words=range(_NAMES))
-        return "\n".join(filter(None, [table, self.summary(), self.link_note, self.memory_note]))
+        return "\n".join(filter(None, [table, self.summary(), self.memory_note]))
 
     def _heads(self) -> list[str]:
         return [*_HEADS[:_COST], self.measure, *_HEADS[_COST:]]
@@ -143,7 +139,6 @@ class Balance:
             str(stage.layers),
             COST_TEXT[self.measure](stage.cost),
             f"{stage.cost / total:.0%}" if total else "",
-            "" if stage.transfers is None else milliseconds(stage.transfers),
             count_text(stage.parameters),
             bytes_text(stage.memory),
             "" if stage.sends is None else bytes_text(stage.sends),

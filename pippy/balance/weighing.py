@@ -5,16 +5,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pippy.balance.figures import Figures
-from pippy.balance.kept_bytes import KeptBytes
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
-from pippy.balance.report import LONGEST_NAME, StageBalance
-from pippy.balance.transfer_times import TransferTimes
+from pippy.balance.report import StageBalance
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
-from pippy.ir.base.readable import bytes_text, shortened
+from pippy.ir.base.readable import bytes_text
 from pippy.ir.record.traced import Traced
 
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
@@ -25,7 +23,7 @@ _REASONS_SHOWN = 6
 class Weighing:
     """The operations of ``traced`` with their weights. A cut is the number of the operation behind it.
 
-    ``costs`` are what the policy makes alike, ``memory`` the bytes of a stage; both have a RunWeight for each stage.
+    ``costs`` are what the policy makes alike, ``memory`` about the bytes of a stage; both have a RunWeight for each stage.
     """
 
     def __init__(
@@ -35,8 +33,6 @@ class Weighing:
         profile: Profile | None,
         policy: Policy,
         in_flight: int | None,
-        kept: KeptBytes | None = None,
-        transfers: TransferTimes | None = None,
     ) -> None:
         self.traced, self.figures, self.profile, self.policy = traced, figures, profile, policy
         self.count, self.stages = len(figures.nodes), policy.stages
@@ -47,10 +43,12 @@ class Weighing:
             self.constraints += [match for match in matches if match.first < match.last]
             self.layers = [int(index in begins) for index in range(self.count)]
         # Under 1F1B the stage before the last holds one micro-batch more than the last, and so on.
-        waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
-        memory = {each: RunWeight(figures.bytes, figures.held, kept, each) for each in set(waiting)}
-        self.memory = [memory[each] for each in waiting]
-        self.transfers = transfers
+        self.waiting = waiting = [
+            self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)
+        ]
+        self.parameters = RunWeight(figures.bytes, figures.held)
+        loads = {each: self._memory_load(each) for each in set(waiting)}
+        self.memory = [loads[each] for each in waiting]
         self.costs = self._cost_loads()
         timed = profile if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
@@ -65,8 +63,16 @@ class Weighing:
         if measure == "parameters":
             return [RunWeight(self.figures.parameters)] * self.stages
         if measure == "time":
-            return [RunWeight(self._times(), varies=self.transfers)] * self.stages
+            return [RunWeight(self._times())] * self.stages
         return [RunWeight(self.layers)] * self.stages
+
+    def _memory_load(self, in_flight: int) -> RunWeight:
+        """The bytes of a run, nearly: what several operations save is with the first of them alone."""
+        if self.profile is None:
+            return self.parameters
+        kept = self.profile.kept(0, self.count)
+        weights = [own + in_flight * more for own, more in zip(self.parameters.weights, kept)]
+        return replace(self.parameters, weights=weights)
 
     def _times(self) -> list[int]:
         assert self.profile is not None
@@ -123,25 +129,30 @@ class Weighing:
             found = self._best(self._row(memory_limit, besides))
         return None if found is None else [self.edges[unit] for unit in found]
 
-    def lightest(self, besides: Sequence[int]) -> list[int] | None:
-        """The cuts whose heaviest stage has the least memory."""
-        found = lightest_cuts(self._row(besides=besides))
+    def lightest(self, besides: Sequence[int], slack: float = 0.0) -> list[int] | None:
+        """The cuts whose heaviest stage has the least memory; within the slack of it, those that send least."""
+        found = lightest_cuts(self._row(besides=besides), slack)
         return None if found is None else [self.edges[unit] for unit in found]
 
     def _best(self, row: Row) -> list[int] | None:
         return self._even_cuts(row) or best_cuts(row)
 
-    def memories(self, cuts: Sequence[int]) -> list[int]:
-        """The bytes of the stages of these cuts."""
+    def searched(self, cuts: Sequence[int]) -> list[int]:
+        """The bytes of the stages of these cuts by which they were searched."""
         return [load.of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
+
+    def memories(self, cuts: Sequence[int]) -> list[int]:
+        """The bytes of the stages of these cuts between computations, nearly."""
+        return [self.memory_of(*each) for each in enumerate(runs(cuts, self.count))]
+
+    def memory_of(self, stage: int, run: tuple[int, int]) -> int:
+        """The bytes of one stage."""
+        kept = 0 if self.profile is None else sum(self.profile.kept(*run))
+        return self.parameters.of(*run) + self.waiting[stage] * kept
 
     def parameter_bytes(self, cuts: Sequence[int]) -> list[int]:
         """The bytes of the parameters and buffers in the stages of these cuts."""
-        return [replace(load, varies=None).of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
-
-    def greatest(self, cuts: Sequence[int], peaks: Sequence[int] | None = None) -> int:
-        """The bytes of the heaviest stage, at its peak if that is known."""
-        return max(peaks or self.memories(cuts))
+        return [self.parameters.of(*run) for run in runs(cuts, self.count)]
 
     def _even_cuts(self, row: Row) -> list[int] | None:
         """If the policy counts layers: cuts with which no stage has two layers more than another; None if there are none."""
@@ -152,9 +163,9 @@ class Weighing:
             return None
         return best_cuts(replace(row, least=[least] * self.stages, most=[least + (rest > 0)] * self.stages))
 
-    def check_limit(self, cuts: Sequence[int], limit: int, peaks: Sequence[int] | None) -> None:
-        """Raise if a stage of cuts that were made by hand needs more memory than it may."""
-        for stage, needs in enumerate(peaks or self.memories(cuts)):
+    def check_limit(self, limit: int, held: Sequence[int]) -> None:
+        """Raise if a stage of cuts that were made by hand, which holds so much, needs more memory than it may."""
+        for stage, needs in enumerate(held):
             if needs > limit:
                 raise BalanceError(
                     f"{stage_name(stage)}, cut by hand, needs {_bytes(needs)}, more than memory_limit={_bytes(limit)}; cut "
@@ -227,31 +238,18 @@ class Weighing:
     def stage(self, number: int, run: tuple[int, int], peak: int | None = None) -> StageBalance:
         """The row of one stage in the report."""
         start, end = run
+        memory = self.memory_of(number, run)
         sends = self.figures.crossing[end] if self.profile is not None and end < self.count else None
         return StageBalance(
             stage_name(number),
             *self._ends(start, end),
             sum(self.layers[start:end]),
-            self.costs[number].of(start, end),
+            (peak or memory) if self.policy.measure == "memory" else self.costs[number].of(start, end),
             sum(self.figures.parameters[start:end]),
-            self.memory[number].of(start, end),
+            memory,
             sends,
             peak,
             self._forward_time(start, end),
-            None if self.transfers is None else self.transfers.of(start, end),
-        )
-
-    def link_note(self, cuts: Sequence[int]) -> str | None:
-        """What the link has changed; None if no speed was given."""
-        if self.transfers is None:
-            return None
-        alone = Weighing(self.traced, self.figures, self.profile, self.policy, None).best_cuts()
-        greatest, without = (max(self.costs[0].of(*run) for run in runs(each, self.count)) for each in (cuts, alone))
-        begins = ", ".join(shortened(self._ends(*run)[0], LONGEST_NAME) for run in runs(alone, self.count)[1:])
-        return f"link {self.transfers.link.text}: " + (
-            f"the cuts that are best without transfers, from {begins}, would take {without / greatest:.2f} times as long"
-            if without > greatest
-            else "the cuts are also the best ones without transfers"
         )
 
     def _forward_time(self, start: int, end: int) -> int | None:
@@ -267,16 +265,10 @@ def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
 
 def _merged(loads: Sequence[RunWeight], edges: Sequence[int]) -> dict[RunWeight, RunWeight]:
     """The loads for the units between these edges."""
-    merged = {load.varies: load.varies.merged(edges) for load in loads if load.varies is not None}
-    apart = {each: (table.always(), table.without_always()) for each, table in merged.items()}
-    merged_loads = {}
-    for load in dict.fromkeys(loads):
-        weights, varies = _summed(load.weights, edges), load.varies
-        if varies is not None:
-            always, varies = apart[varies]
-            weights = [weight + each * load.times for weight, each in zip(weights, always)]
-        merged_loads[load] = replace(load, weights=weights, held=_held_together(load, edges), varies=varies)
-    return merged_loads
+    return {
+        load: replace(load, weights=_summed(load.weights, edges), held=_held_together(load, edges))
+        for load in dict.fromkeys(loads)
+    }
 
 
 def _held_together(load: RunWeight, edges: Sequence[int]) -> list[dict[Hashable, int]]:

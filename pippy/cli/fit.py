@@ -1,10 +1,8 @@
 """`pippy fit`: how to run a model in so many bytes on each worker: schedule, micro-batches, forwards computed again."""
 
 import inspect
-import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,7 +63,7 @@ def fit(
     from pippy.ir.pipe import compiled_of
 
     args, kwargs = made_inputs([parsed(each) for each in inputs])
-    with plain_warnings(), _as_typed():
+    with plain_warnings():
         pipe = _training_pipe(target, workers, args, kwargs, **how)
         compiled = compiled_of(pipe)
         call = call_to_fit(
@@ -81,34 +79,6 @@ def fit(
         problem = Problem(plain, call.estimate, tuple(counts), limits.on(plain.placement), checkpoint)
         choice = limits.best(problem, call.counts_above(max(counts)), measured=False)
     click.echo(str(choice))
-
-
-@contextmanager
-def _as_typed() -> Iterator[None]:
-    """Inside, errors name the options of the command line in place of arguments in Python, which the user has not given."""
-    try:
-        yield
-    except PippyError as error:
-        text = str(error)
-        for written, typed in _TYPED:
-            text = re.sub(written, typed, text)
-        raise click.ClickException(text) from error
-
-
-_TYPED = (
-    (r"example_args are not arguments of this Pipe", "what --input says are not the arguments of a step"),
-    (r"with the example arguments, this", "with what --input says, this"),
-    (r"give example_args and example_kwargs that", "give --input with sizes and dtypes that"),
-    (r"called with, on its device", "called with"),
-    (r"use chunks=(\d+) or less", r"give -m \1 or less"),
-    (r", or TensorChunkSpec\(dim\) if the rows are along another dimension", ""),
-    (
-        r"\n?If (a value|one of them) is not part of the batch, give it a Replicate\(\).*",
-        "\nGive all inputs as many rows, or -m 1",
-    ),
-    (r"memory_limit=", "--memory "),
-    (r"num_stages=", "--num-stages "),
-)
 
 
 def _rows(call: "DividedCall") -> int:

@@ -4,24 +4,30 @@ A user's mistake gives one message. If the user's code raises, the message has a
 pippy itself gives the whole traceback.
 """
 
+import codecs
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
-from pippy.cli.terminals import write_nearest
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.shown_errors import LIBRARY, without_end
 
+_NEAREST = str.maketrans(
+    dict(zip("─│┌┐└┘├┬╌╎▶▼◆●", "-|++++++-|>v*o", strict=True)) | {"…": "...", "→": "->", "≥": ">="}
+)
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
-_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff")
+_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff", ".dot", ".gv")
+# The option that stands for an argument of the calls in Python, which errors name.
+_OPTIONS = {"example_args": "--input", "chunks=": "-m", "num_stages=": "--num-stages", "Replicate()": "-m 1"}
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
@@ -40,7 +46,7 @@ class CommandGroup(click.Group):
         try:
             return super().invoke(ctx)
         except (PippyError, ScheduleError) as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(str(error) + self._options_in(str(error), ctx)) from error
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -48,6 +54,13 @@ class CommandGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("Interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+    def _options_in(self, text: str, ctx: click.Context) -> str:
+        """A line with the options of the command for the arguments that a text names."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        known = {option for each in command.params for option in each.opts} if command else set[str]()
+        said = [f"{typed} for {name}" for name, typed in _OPTIONS.items() if name in text and typed.split()[0] in known]
+        return f"\nOn the command line, use {', '.join(said)}" if said else ""
 
 
 @contextmanager
@@ -131,3 +144,25 @@ def put_first_in_path(folder: str) -> None:
     """Put a folder first in ``sys.path``, as Python does with a script's folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
+
+
+def nearest(error: UnicodeError) -> tuple[str, int]:
+    """What to write in place of characters that cannot be written: an error handler of `codecs`.
+
+    >>> "0 ─▶ 1 …".encode("latin-1", "pippy.nearest")
+    b'0 -> 1 ...'
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_NEAREST)
+    return "".join(each if each.isascii() else "?" for each in text), error.end
+
+
+codecs.register_error("pippy.nearest", nearest)
+
+
+def write_nearest(*streams: TextIO) -> None:
+    """Have streams write the nearest letters where they would raise a UnicodeEncodeError."""
+    for stream in streams:
+        if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="pippy.nearest")

@@ -8,7 +8,7 @@ import click
 from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
 from pippy.cli.problems import check_can_be_written, write
 from pippy.ir.base.readable import count_with_noun
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.plan import Costs, Program, Simulation, Timeline

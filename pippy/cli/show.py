@@ -10,16 +10,15 @@ import click
 from pippy.cli.find import call, find, value_from_text
 from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import check_can_be_written, plain_warnings, write
-from pippy.cli.stages_compiled import stages_compiled
-from pippy.cli.stages_memory import stages_memory
+from pippy.cli.stages import stages_compiled, stages_memory
 
 if TYPE_CHECKING:
     from torch import nn
 
     from pippy.ir.pipe import Pipe
 
-FORMATS = ("all", "graph", "text", "table", "mermaid", "dot", "svg")
-_SUFFIXES = {".svg": "svg", ".dot": "dot", ".gv": "dot", ".mmd": "mermaid"}
+FORMATS = ("all", "graph", "text", "table", "mermaid", "svg")
+_SUFFIXES = {".svg": "svg", ".mmd": "mermaid"}
 _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]*)\]")
 
 
@@ -59,7 +58,7 @@ def show(
     graph    the code of the Pipe, its backward included
     text     who sends what to whom
     table    the stages: parameters, bytes, what they hold
-    mermaid, dot, svg   drawings
+    mermaid, svg   drawings
     all      the first three
 
     \b
@@ -220,7 +219,6 @@ def _drawn(pipe: "Pipe", kind: str, args: list[Any], kwargs: dict[str, Any]) -> 
         "text": lambda: str(drawing),
         "table": drawing.table,
         "mermaid": drawing.mermaid,
-        "dot": drawing.dot,
         "svg": drawing.svg,
     }
     kinds = ("graph", "text", "table") if kind == "all" else (kind,)

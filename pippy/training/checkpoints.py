@@ -10,8 +10,8 @@ from pippy.drivers.base.errors import CheckpointError, DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.files.contents import contents_of
 from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.ir.base.checked import check_amount, check_count
 from pippy.ir.base.trees import describe
-from pippy.training.options import check_count
 from pippy.training.reader import Reader
 from pippy.training.result import TrainingResult
 
@@ -109,12 +109,9 @@ def checked_checkpoints(
                 f"{unused[0]}= is an option of checkpoints, but there is no folder for them; give folder="
             )
         return None
-    check_count("save_every", every)
-    check_count("keep", keep)
-    if minutes is not None and not (
-        isinstance(minutes, (int, float)) and not isinstance(minutes, bool) and minutes > 0
-    ):
-        raise DriverError(f"save_minutes={describe(minutes)}: give a number above 0, or leave it out")
+    check_count("save_every", every, "after how many steps to save", DriverError, none="for never")
+    check_count("keep", keep, "how many checkpoints to keep", DriverError, none="for all")
+    check_amount("save_minutes", minutes, "after how many minutes to save", DriverError, none="for never")
     if not isinstance(resume, (bool, str, os.PathLike)):
         raise DriverError(f"resume={describe(resume)}: give True, False, or the path of a checkpoint")
     also = {} if also is None else dict(also)

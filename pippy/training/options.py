@@ -7,7 +7,7 @@ from typing import Any
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.updates import check_trains
-from pippy.ir.base.trees import describe
+from pippy.ir.base.checked import check_count
 
 
 def check_driver(driver: Any, what: str) -> None:
@@ -36,8 +36,9 @@ class Length:
                 "the length of the training is missing; give steps=, the number of updates, or epochs=, how often "
                 "data is read"
             )
-        for name, value in (("steps", steps), ("epochs", epochs), ("accumulate", accumulate)):
-            check_count(name, value, name != "accumulate")
+        check_count("steps", steps, "the number of updates", DriverError, none="for no limit")
+        check_count("epochs", epochs, "how often data is read", DriverError, none="for no limit")
+        check_count("accumulate", accumulate, "how many mini-batches an update has", DriverError)
         return cls(steps, epochs, accumulate)
 
     def total(self, data: Any) -> int | None:
@@ -59,11 +60,3 @@ class Length:
         (True, False)
         """
         return (self.steps is not None and step >= self.steps) or (self.epochs is not None and epoch >= self.epochs)
-
-
-def check_count(name: str, value: Any, optional: bool = True) -> None:
-    """Raise unless this is a whole number, 1 or more."""
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DriverError(f"{name}={describe(value)}: give a whole number, 1 or more{', or leave it out' * optional}")

@@ -11,6 +11,7 @@ from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.arrangement import check_fewer
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.driver.steps.updates import Updates, checked_updates
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.training.checkpoints import TrainingCheckpoints, checked_checkpoints
@@ -18,7 +19,7 @@ from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loggers.logger import Logger, checked_loggers
 from pippy.training.loggers.training_loggers import TrainingLoggers
 from pippy.training.loop import Callback, Loop
-from pippy.training.options import Length, check_count, check_driver
+from pippy.training.options import Length, check_driver
 from pippy.training.reader import Reader
 from pippy.training.repeating_loader import RepeatingLoader
 from pippy.training.result import TrainingResult
@@ -95,7 +96,7 @@ def train(
     if isinstance(data, RepeatingLoader) and steps is None:
         raise DriverError(f"epochs={epochs}: a RepeatingLoader has no end; give steps=, or the data without it")
     reader, called = Reader(data), _checked_callbacks(callbacks)
-    check_count("log_every", log_every, optional=False)
+    check_count("log_every", log_every, "after how many steps to log", DriverError)
     to_log = TrainingLoggers(checked_loggers(loggers), log_every)
     _check_recoveries(max_recoveries, fewer, checkpoints, reader)
     return Loop(
@@ -120,8 +121,7 @@ def _check_recoveries(most: Any, fewer: Any, checkpoints: TrainingCheckpoints | 
     check_fewer(fewer)
     if fewer and not most:
         raise DriverError("fewer=True says how a training recovers; say how often it may: max_recoveries=")
-    if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-        raise DriverError(f"max_recoveries={describe(most)}: give how often a lost worker may be replaced, 0 or more")
+    check_count("max_recoveries", most, "how often a lost worker may be replaced", DriverError, least=0)
     if most and checkpoints is None:
         raise DriverError(
             f"max_recoveries={most}: a training goes on from its last checkpoint, and there are none; give folder= and "
@@ -143,7 +143,7 @@ def _checked_evaluation(
             raise DriverError(
                 f"{unused[0]}= is an option of evaluations, but there is no data for them; give eval_data="
             )
-    check_count("eval_every", every)
+    check_count("eval_every", every, "after how many steps to evaluate", DriverError, none="for never")
     if every is None and any(isinstance(each, ReduceLROnPlateau) for each in updates.schedulers):
         raise DriverError(
             "ReduceLROnPlateau needs the loss of evaluations, and there are none; give eval_data= and eval_every="

@@ -6,31 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.balance.kept_bytes import KeptBytes, Storage, UnitValue
 from pippy.balance.partition import SLACK, Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
-
-
-@st.composite
-def kept_bytes(draw, units):
-    """Storages of random units, which random later units save, and values in them that random later units use."""
-    found = []
-    for _ in range(draw(st.integers(1, 4))):
-        made = draw(st.integers(-1, units - 1))
-        values = []
-        for _ in range(draw(st.integers(1, 2))):
-            first = draw(st.integers(made, units - 1))
-            users = draw(st.lists(st.integers(first + 1, units), max_size=2, unique=True))
-            values.append(UnitValue(first, tuple(sorted(users)), draw(st.sampled_from([1, 5, 40]))))
-        saved = draw(st.lists(st.integers(max(made, 0), units - 1), max_size=2, unique=True))
-        found.append(Storage(made, draw(st.sampled_from([3, 9, 50])), tuple(sorted(saved)), tuple(values)))
-    return KeptBytes(units, tuple(found))
 
 
 def loads(units):
     held = st.lists(st.dictionaries(st.sampled_from("ab"), st.just(7), max_size=2), min_size=units, max_size=units)
     weights = st.lists(st.sampled_from([0, 1, 2, 5, 9, 58, 59, 60]), min_size=units, max_size=units)
-    kept = st.one_of(st.none(), kept_bytes(units))
-    return st.builds(RunWeight, weights, st.one_of(st.just(()), held), kept, st.integers(1, 3), st.sampled_from([0, 4]))
+    return st.builds(RunWeight, weights, st.one_of(st.just(()), held), st.sampled_from([0, 4]))
 
 
 @st.composite
@@ -96,34 +78,6 @@ def test_no_other_cut_is_better(row):
             assert lower_bound(row)[0] <= row.greatest(found)
 
 
-def kept_by(kept, start, end):
-    """What a run keeps, by the words of `KeptBytes`."""
-    inside, total = range(start, end), 0
-    for storage in kept.storages:
-        saved = any(unit in inside for unit in storage.saved)
-        total += storage.bytes if storage.made in inside and saved else 0
-        total += sum(
-            value.bytes
-            for value in storage.values
-            if value.made < start and any(user in inside for user in value.users)
-        )
-    return total
-
-
-@settings(max_examples=100)
-@given(st.integers(1, 8).flatmap(kept_bytes), st.data())
-def test_what_every_run_keeps(kept, data):
-    table, always = kept.table, kept.always()
-    for start, end in combinations(range(kept.units + 1), 2):
-        assert kept.of(start, end) == table[start, end] == kept_by(kept, start, end)
-        assert kept.without_always().of(start, end) + sum(always[start:end]) == kept.of(start, end)
-    inner = data.draw(st.lists(st.integers(1, kept.units), unique=True))
-    edges = sorted({0, *inner, kept.units})
-    merged = kept.merged(edges)
-    for one, other in combinations(range(len(edges)), 2):
-        assert merged.of(one, other) == kept_by(kept, edges[one], edges[other])
-
-
 @settings(max_examples=60)
 @given(rows())
 def test_the_least_memory_is_the_least_that_some_cut_needs(row):
@@ -131,7 +85,7 @@ def test_the_least_memory_is_the_least_that_some_cut_needs(row):
         return
     free = Row(row.stages, row.costs, row.layers, row.prices, row.memory, [10**6] * row.stages, row.least, row.most)
     needs = [max(load.of(*run) for load, run in zip(row.memory, runs(cuts, row.units))) for cuts in every_cut(free)]
-    found = lightest_cuts(row)
+    found = lightest_cuts(row, 0.0)
     assert (found is None) == (not needs)
     if found is not None:
         assert max(load.of(*run) for load, run in zip(row.memory, runs(found, row.units))) == min(needs)

@@ -60,26 +60,26 @@ def test_what_cannot_work_is_refused(fit):
 LOSS = "--loss torch.nn:MSELoss"
 
 
+UNEVEN = f"{LOSS} --input float32[64,8] --input float32[32,8]"
+NO_TARGET = f"{LOSS} --input float32[64,8]"
+TOO_WIDE = f"{LOSS} --input float32[64,9] --input float32[64,8]"
+
+
 @pytest.mark.parametrize(
-    ("options", "call", "said"),
+    ("options", "call", "said", "typed"),
     [
-        ("-m 100", CALL, r"too few for 100 micro-batches; give -m 64 or less$"),
-        (
-            "",
-            f"{LOSS} --input float32[64,8] --input float32[32,8]",
-            r"^Error: without -m, .* not all as many; give .*-m 1$",
-        ),
-        ("-m 2", f"{LOSS} --input float32[64,8] --input float32[32,8]", r"Give all inputs as many rows, or -m 1$"),
-        ("", f"{LOSS} --input float32[64,8]", r"^Error: what --input says are not the arguments of a step: missing"),
-        (
-            "",
-            f"{LOSS} --input float32[64,9] --input float32[64,8]",
-            r"give --input with sizes and dtypes that the model",
-        ),
+        ("-m 100", CALL, r"too few for 100 micro-batches; use chunks=64 or less", "-m for chunks="),
+        ("", UNEVEN, r"^Error: without -m, .* not all as many; give .*-m 1$", None),
+        ("-m 2", UNEVEN, r"give it a Replicate\(\)", "-m 1 for Replicate()"),
+        ("", NO_TARGET, r"^Error: example_args are not arguments of this Pipe: missing", "--input for example_args"),
+        ("", TOO_WIDE, r"give example_args and example_kwargs that the model", "--input for example_args"),
     ],
 )
-def test_errors_name_what_was_typed(options, call, said, fit):
-    assert re.search(said, fit(f"--memory 1GiB -p 2 {options}", call=call, status=1).strip(), re.MULTILINE)
+def test_errors_name_the_options_for_the_arguments_that_they_name(options, call, said, typed, fit):
+    shown = fit(f"--memory 1GiB -p 2 {options}", call=call, status=1).strip()
+    assert re.search(said, shown, re.MULTILINE)
+    last = shown.splitlines()[-1]
+    assert "On the command line" not in last if typed is None else last == f"On the command line, use {typed}"
 
 
 def test_numbers_of_micro_batches_that_fit_tries_itself_are_no_fault_of_the_users(fit, tmp_path):

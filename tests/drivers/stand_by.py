@@ -54,9 +54,7 @@ class StandBy:
         with patch.object(local_engine, "subprocess", subprocess):
             yield
 
-    def popen(
-        self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False, process_group=None
-    ):
+    def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
         """For ``python -P -c code`` and ``python -m module``, with arguments."""
         numbers = [1, 2, *pass_fds]
         _, option, code, *arguments = (each for each in command if each != "-P")
@@ -66,8 +64,7 @@ class StandBy:
                 f"import runpy, sys; sys.path.insert(0, {str(cwd or os.getcwd())!r}); "
                 f"runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
             )
-        folder, groups = str(cwd or os.getcwd()), (start_new_session, process_group)
-        request = (code, ["-c", *arguments], numbers, env, folder, os.nice(0), *groups)
+        request = (code, ["-c", *arguments], numbers, env, str(cwd or os.getcwd()), os.nice(0), start_new_session)
         answers, answer = os.pipe()
         try:
             with self._asking, _adopting():
@@ -150,12 +147,10 @@ def serve(requests: socket.socket) -> None:
                 os._exit(0)
             os.close(adopt)
             os.read(adopted, 1)
-            *asked, new_session, process_group = pickle.loads(request)
+            *asked, new_session = pickle.loads(request)
             if new_session:
                 os.setsid()
-            if process_group is not None:
-                os.setpgid(0, process_group)
-            os.write(answer, str(os.getpid()).encode())  # now, as who knows a process of Popen may end its group
+            os.write(answer, str(os.getpid()).encode())
             for each in (adopted, answer, requests.detach()):
                 os.close(each)
             become(files, *asked)

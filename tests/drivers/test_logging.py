@@ -19,7 +19,6 @@ from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
-from tests.drivers.compiling import GivesForward
 from tests.drivers.models import Chain
 from tests.drivers.processes import hearing_of_deaths
 
@@ -65,7 +64,7 @@ def test_what_happens_to_a_run_is_logged_also_what_its_workers_do(alone, caplog,
     x = torch.ones(4, 8)
     with local_cluster(2, threads=1) as cluster:
         pipe = pipeline(Chain(2), nn.MSELoss())
-        driver = PipelineDriver1F1B(pipe, cluster, compile={"backend": GivesForward()}, check=False)
+        driver = PipelineDriver1F1B(pipe, cluster, compile={"backend": "eager"}, check=False)
         path = driver.save(tmp_path, step=0)
         driver.run(2, x, x)
         os.kill(cluster.session.workers[1].pid, signal.SIGKILL)

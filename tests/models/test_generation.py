@@ -209,11 +209,8 @@ def test_workers_in_other_processes(tmp_path):
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         passes = Counter(each["name"] for each in events if each["name"] in ("F0.0", "F1.0", "C1.0"))
         assert passes == {"F0.0": 3, "F1.0": 3, "C1.0": 3}  # one for each token
-        sent, came = ({each["id"]: each["ts"] for each in events if each["ph"] == end} for end in "sf")
-        values = {key for key in sent if "." in key}
-        assert values
-        assert values == {key for key in came if "." in key}
-        assert all(sent[key] < came[key] for key in values)
+        moved = Counter(each["name"].partition(" ")[0] for each in events)
+        assert moved["send"] == moved["receive"] > 0
         stop(lost := cluster.session.workers[1].pid)  # worker 0 makes its part of a token, and waits for the other part
         threading.Timer(0.2, os.kill, (lost, signal.SIGKILL)).start()
         with hearing_of_deaths(cluster.session), within(1.5), pytest.raises(WorkerLostError, match="SIGKILL") as caught:

@@ -233,7 +233,7 @@ def test_what_is_no_logger_is_refused_before_anything_is_sent(threads, loggers, 
     before = list(threads.session.counts)
     with pytest.raises(DriverError, match=says):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1, loggers=loggers)
-    with pytest.raises(DriverError, match="log_every=0: give a whole number, 1 or more"):
+    with pytest.raises(DriverError, match="log_every=0: give after how many steps to log, 1 or more"):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1, log_every=0)
     assert threads.session.counts == before
     parts.driver.close()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pippy.balance.progress import ProfileProgress
+from pippy.balance.profile import ProfileProgress
 from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.training import progress
 from pippy.training.progress import Bar, Lines, TrainingProgress, progress_of

@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.batch.dataset_items import check_dataset, columns_of
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.trees import describe
 
 _numbers = itertools.count()
@@ -26,10 +27,9 @@ class DatasetSource:
         self.rows: int | None = None
         self._sent: dict[Any, Pickled] = {}
         self.prefetch = prefetch
-        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-            raise DriverError(
-                f"prefetch={describe(prefetch)}: give how many mini-batches a worker loads ahead of its steps, 0 or more"
-            )
+        check_count(
+            "prefetch", prefetch, "how many mini-batches a worker loads ahead of its steps", DriverError, least=0
+        )
         if collate is not None and not callable(collate):
             raise DriverError(
                 f"collate_fn={describe(collate)}: give a function of a list of rows, or None for torch's own"

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.columns import Column, IndexBatch
 from pippy.drivers.driver.data.dataset_source import DatasetSource
+from pippy.ir.base.checked import check_count, is_whole
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import untouched_random_state
@@ -73,8 +74,7 @@ class IndexLoader:
             self.batch_sampler: Iterable[Sequence[Any]] = batch_sampler
             self.sampler: Any = None
             return
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise DriverError(f"batch_size={describe(batch_size)}: give how many rows a mini-batch has, 1 or more")
+        check_count("batch_size", batch_size, "how many rows a mini-batch has", DriverError)
         if sampler is not None and shuffle:
             raise DriverError("sampler= and shuffle=True both decide the order; leave one of them out")
         self.sampler = self._own_sampler() if sampler is None else sampler
@@ -174,7 +174,7 @@ def _keys_of(columns: int | Sequence[str] | None, source: DatasetSource) -> tupl
     """The keys of the columns, from what was given, or from one row."""
     if columns is None:
         return _found_keys(source)
-    if isinstance(columns, int) and not isinstance(columns, bool) and columns > 0:
+    if is_whole(columns):
         return tuple(range(columns))
     if isinstance(columns, (tuple, list)) and columns and all(isinstance(each, str) for each in columns):
         return tuple(columns)

@@ -13,7 +13,7 @@ from pippy.drivers.plan import Program
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.language.placement import Placement
 from pippy.ir.base.brief import brief
-from pippy.ir.base.trees import describe
+from pippy.ir.base.checked import check_count, check_flag
 from pippy.ir.record.compiled import Compiled
 
 
@@ -66,12 +66,10 @@ class WorkersToGoOnWith:
 
     def check(self, there: int) -> None:
         """Raise if they are no numbers, or name no workers of a cluster with so many."""
-        for name, count in (("workers", self.workers), ("replicas", self.replicas)):
-            if isinstance(count, bool) or (isinstance(count, int) and count < 1):
-                raise DriverError(f"{name}={describe(count)}: give how many to go on with, 1 or more")
-        if self.replicas is not None and not isinstance(self.replicas, int):
-            raise DriverError(f"replicas={describe(self.replicas)}: give how many to go on with, 1 or more")
-        if self.workers is not None and not isinstance(self.workers, int):
+        check_count("replicas", self.replicas, "how many to go on with", DriverError, none="for as many as there are")
+        if self.workers is None or isinstance(self.workers, int):
+            check_count("workers", self.workers, "how many to go on with", DriverError, none="for those that there are")
+        else:
             checked_ranks("workers", self.workers, there)
 
     def count_of_replicas(self, now: Arrangement) -> int:
@@ -176,10 +174,7 @@ class Arrangements:
 
 def check_fewer(fewer: Any, workers: Any = None, replicas: Any = None) -> None:
     """Raise unless ``fewer`` is True or False, and True without a number of workers or replicas."""
-    if not isinstance(fewer, bool):
-        raise DriverError(
-            f"fewer={describe(fewer)}: give True to go on with fewer workers if none can be started, or False"
-        )
+    check_flag("fewer", fewer, DriverError, true="to go on with fewer workers if none can be started")
     if fewer and (workers is not None or replicas is not None):
         raise DriverError(
             "fewer=True goes on with as many workers as can be had, and workers= or replicas= says how many; give one of them"

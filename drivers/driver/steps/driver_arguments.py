@@ -10,8 +10,8 @@ from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
 from pippy.ir.base.brief import brief
-from pippy.ir.base.placed_words import refuse_words
-from pippy.ir.base.public_calls import takes_any, words_of
+from pippy.ir.base.checked import check_count, is_whole
+from pippy.ir.base.public_calls import refuse_words, takes_any, words_of
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
 
@@ -33,8 +33,7 @@ def chosen_workers(
     >>> chosen_workers(there=4, stages=3, world_size=None, all_ranks=None, gone={1})
     [0, 2, 3]
     """
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise DriverError(f"replicas={describe(replicas)}: give how many pipelines to run side by side, 1 or more")
+    check_count("replicas", replicas, "how many pipelines to run side by side", DriverError)
     chosen = _chosen(there, stages * replicas, world_size, all_ranks, gone)
     if world_size is None and all_ranks is None:
         chosen = chosen[: len(chosen) // replicas * replicas]
@@ -80,16 +79,9 @@ def _chosen(
     return present[:world_size]
 
 
-def seconds(limit: Any) -> float | None:
-    """The limit of a step's time."""
-    if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
-        return limit
-    raise DriverError(f"step_timeout={brief(limit)}: give how many seconds a step may take, or None for no limit")
-
-
 def checked_out_of_order(out_of_order: Any) -> bool | int:
     """The number of micro-batches that a worker may hold if it runs out of order."""
-    if isinstance(out_of_order, bool) or (isinstance(out_of_order, int) and out_of_order > 0):
+    if isinstance(out_of_order, bool) or is_whole(out_of_order):
         return out_of_order
     raise DriverError(
         f"out_of_order={describe(out_of_order)}: give True to hold no more micro-batches than the schedule does, or the most "
@@ -139,7 +131,7 @@ def check_chunks(chunks: Any, auto: Auto | None) -> None:
     """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
     if chunks is None and auto is not None and auto.counts_bytes:
         return
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+    if not is_whole(chunks):
         chooses = "; schedule='auto' with memory= chooses it for None" if chunks is None else ""
         raise DriverError(
             f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"

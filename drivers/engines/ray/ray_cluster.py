@@ -23,6 +23,7 @@ from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
 from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -95,10 +96,7 @@ def _check_address(address: Any) -> None:
 
 
 def _check_spares(spares: Any) -> None:
-    if not isinstance(spares, int) or isinstance(spares, bool) or spares < 0:
-        raise ClusterError(
-            f"spares is how many workers wait for the place of a lost one, 0 or more; this is {brief(spares)}"
-        )
+    check_count("spares", spares, "how many workers wait for the place of a lost one", ClusterError, least=0)
 
 
 def _bundle(resources: Mapping[str, float] | None, num_gpus: float, threads: int | None, cpus: int) -> dict[str, float]:

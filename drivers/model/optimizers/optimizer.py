@@ -26,8 +26,7 @@ from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.brief import brief
-from pippy.ir.base.placed_words import place_words
-from pippy.ir.base.public_calls import check_words, words_of
+from pippy.ir.base.public_calls import check_words, place_words, words_of
 from pippy.ir.base.readable import count_with_noun, shortened
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")

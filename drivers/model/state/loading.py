@@ -31,6 +31,7 @@ from pippy.drivers.protocol.checkpoints import ReadState, TakeState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.ir.base.checked import check_flag
 from pippy.ir.base.readable import first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
@@ -65,11 +66,8 @@ class Loading:
         self, path: str | os.PathLike[str], strict: bool, arguments: Mapping[str, Any], all_random: bool = False
     ) -> LoadedValues:
         """Load a checkpoint, and return its plain values. With ``all_random``, random states are loaded in any case."""
-        if not isinstance(strict, bool):
-            raise CheckpointError(
-                f"strict={describe(strict)}: give True to have every name of the model and of the checkpoint, or False for "
-                "those that both have"
-            )
+        every = "to have every name of the model and of the checkpoint"
+        check_flag("strict", strict, CheckpointError, true=every, false="for those that both have")
         try:
             contents = contents_of(path)
         except OSError as error:

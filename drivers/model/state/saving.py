@@ -34,8 +34,8 @@ from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenSt
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.readable import bytes_text, shortened
-from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState
 
@@ -97,13 +97,9 @@ class Saving:
     def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, parts: Mapping[str, Any]) -> str:
         """Save, and return the path of the checkpoint. There is nothing at this path before the checkpoint is complete."""
         self.finish()
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise CheckpointError(
-                f"keep={describe(keep)}: give how many checkpoints to keep, 1 or more, or None for all"
-            )
-        step = parts.get("step")
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise CheckpointError(f"step={describe(step)}: the step names the checkpoint, so give a number, 0 or more")
+        check_count("keep", keep, "how many checkpoints to keep", CheckpointError, none="for all")
+        step, what = parts.get("step"), "the number of the step, which names the checkpoint"
+        check_count("step", step, what, CheckpointError, least=0, none="for none")
         self.filling.check("save()")
         objects = GivenObjects.sorted(parts, self.commands)
         names = SavedNames.of(self.pipe, self.placed).with_numbers()

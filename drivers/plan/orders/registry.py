@@ -4,19 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
-from pippy.drivers.plan.orders.dualpipe_v import dualpipe_v
-from pippy.drivers.plan.orders.eager_1f1b import eager_1f1b
-from pippy.drivers.plan.orders.fill_drain import fill_drain
-from pippy.drivers.plan.orders.forward_only import forward_only
-from pippy.drivers.plan.orders.interleaved import interleaved_1f1b
-from pippy.drivers.plan.orders.looped_bfs import looped_bfs
-from pippy.drivers.plan.orders.one_f_one_b import one_f_one_b
+from pippy.drivers.plan.orders.fill_drain import fill_drain, forward_only, looped_bfs
+from pippy.drivers.plan.orders.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
 from pippy.drivers.plan.orders.schedule import Schedule
-from pippy.drivers.plan.orders.v_half import v_half
-from pippy.drivers.plan.orders.v_min import v_min
-from pippy.drivers.plan.orders.zb_h1 import zb_h1
-from pippy.drivers.plan.orders.zb_h2 import zb_h2
-from pippy.drivers.plan.orders.zb_v import zb_v
+from pippy.drivers.plan.orders.v_shaped import dualpipe_v, v_half, v_min
+from pippy.drivers.plan.orders.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 @dataclass(frozen=True)

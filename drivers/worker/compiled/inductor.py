@@ -10,7 +10,6 @@ The folder is ``pippy`` in that of inductor's own cache, which TORCHINDUCTOR_CAC
 
 import fcntl
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -43,24 +42,6 @@ class Inductor:
 
     def compile(self, piece: Piece, key: str, wait: bool) -> Code | None:
         """The code of a piece, from the folder if it is there; None if another worker makes it, and this one does not wait."""
-        found = self._found(piece, key, wait)
-        return None if found is None else found[0]
-
-    def compile_to_send(self, piece: Piece, key: str, wait: bool) -> Path | None:
-        """The file that the code of a piece is in; None as for `compile`."""
-        found = self._found(piece, key, wait)
-        if found is not None and not found[1].exists():
-            raise OSError(f"what was compiled could not be written to {found[1].parent}")
-        return None if found is None else found[1]
-
-    def code_of(self, sent: Path) -> Code:
-        """The code that is in a file."""
-        code = takes_a_list(torch._inductor.CompiledArtifact.load(path=str(sent), format="binary"))
-        self.loaded += 1
-        return code
-
-    def _found(self, piece: Piece, key: str, wait: bool) -> tuple[Code, Path] | None:
-        """The code of a piece, and the file that it is in, if it could be written."""
         options = {**(torch._inductor.list_mode_options(self.mode) if self.mode else {}), **self.options}
         name = blake2b(f"{key} {_settings(options)}".encode(), digest_size=16).hexdigest()
         with _locked(self._folder() / f"{name}.lock", wait) as locked:
@@ -69,7 +50,7 @@ class Inductor:
             path = self._folder() / name
             if path.exists():
                 try:
-                    return self.code_of(path), path
+                    return self._load(path)
                 except Exception:
                     path.unlink(missing_ok=True)  # of another version, or half written: it is compiled again
             artifact = torch._inductor.standalone_compile(
@@ -83,7 +64,12 @@ class Inductor:
                 own = path.with_name(f"{name}.{os.getpid()}")
                 artifact.save(path=str(own), format="binary")
                 own.replace(path)
-            return takes_a_list(artifact), path
+            return takes_a_list(artifact)
+
+    def _load(self, path: Path) -> Code:
+        code = takes_a_list(torch._inductor.CompiledArtifact.load(path=str(path), format="binary"))
+        self.loaded += 1
+        return code
 
     def _folder(self) -> Path:
         if self.folder is None:
@@ -103,12 +89,6 @@ def backend_of(options: CompileOptions) -> Backend:
 
         config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
     return Inductor(options.mode, options.options)
-
-
-def inductor_settings() -> dict[str, Any]:
-    """What a script may have set of inductor in this process, for another."""
-    config = sys.modules.get("torch._inductor.config")  # in what was not imported nothing was set
-    return {} if config is None else config.save_config_portable()
 
 
 def _settings(options: Mapping[str, Any]) -> str:

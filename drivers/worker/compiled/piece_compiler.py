@@ -1,7 +1,6 @@
 """Compiles the pieces of stages, those that are alike once: `PieceCompiler`.
 
-    a piece ─▶ its text, shapes and constants ─▶ a key ─▶ the backend compiles it, or has it;
-                                                          in the background another process does
+    a piece ─▶ its text, shapes and constants ─▶ a key ─▶ the backend compiles it, or has it
 
 Random numbers are drawn in front of the compiled code, by the same operations in the same order as without. Products that go
 into sums of gradients follow behind it.
@@ -17,8 +16,7 @@ import torch
 from torch import fx
 
 from pippy.drivers.protocol.compile_options import GRAPHS, CompileOptions
-from pippy.drivers.worker.compiled.backend import Code, Compiler, NotCompiled, one_at_a_time
-from pippy.drivers.worker.compiled.compile_process import CompileProcess
+from pippy.drivers.worker.compiled.backend import Backend, Code, NotCompiled, one_at_a_time
 from pippy.drivers.worker.compiled.inductor import backend_of
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import count_with_noun
@@ -31,36 +29,25 @@ _log = logging.getLogger(__name__)
 
 
 class PieceCompiler:
-    """Compiles pieces by a backend, or in the background by a process."""
+    """Compiles pieces by a backend. ``progress``: while it does, how many are done, and how many there are."""
 
-    def __init__(self, backend: Compiler) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.process = backend if isinstance(backend, CompileProcess) else None
         self.made: dict[str, Code | NotCompiled] = {}
-        self._progress: tuple[int, int] | None = None
+        self.progress: tuple[int, int] | None = None
         self._begun: tuple[float, int] | None = None  # since when it compiles, and how many it had made before
 
-    @property
-    def progress(self) -> tuple[int, int] | None:
-        """While pieces are compiled: how many are done, and how many there are."""
-        return self._progress if self.process is None else self.process.progress
-
-    def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled] | None:
-        """The compiled codes of pieces, or why there are none. Those that other workers compile now come last.
-
-        None while some are compiled in the background.
-        """
+    def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled]:
+        """The compiled codes of pieces, or why there are none. Those that other workers compile now come last."""
         found: dict[int, Code | NotCompiled] = {}
         try:
-            for wait in (False, True) if self.process is None else (False,):
+            for wait in (False, True):
                 for piece in pieces:
-                    self._progress = len(found), len(pieces)
+                    self.progress = len(found), len(pieces)
                     if id(piece) not in found and (code := self._code(piece, wait)) is not None:
                         found[id(piece)] = code
         finally:
-            self._progress = None
-        if len(found) < len({*map(id, pieces)}):
-            return None
+            self.progress = None
         if self._begun is not None:
             since, before = self._begun
             self._begun = None
@@ -87,7 +74,7 @@ class PieceCompiler:
         if key not in self.made:
             if self._begun is None:
                 self._begun = time.monotonic(), len(self.made)
-                _log.info("compiles pieces of stages%s", " in the background" * (self.process is not None))
+                _log.info("compiles pieces of stages")
             try:
                 with one_at_a_time:
                     code = self.backend.compile(piece, key, wait)
@@ -111,8 +98,7 @@ def compiler_of(options: CompileOptions) -> PieceCompiler | None:
     """
     if options.backend == GRAPHS:
         return None
-    backend = backend_of(options)
-    return PieceCompiler(CompileProcess(backend, options) if options.background else backend)
+    return PieceCompiler(backend_of(options))
 
 
 def _drawing(draw: Code, code: Code) -> Code:

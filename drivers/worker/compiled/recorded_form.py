@@ -31,19 +31,12 @@ class PieceCodes:
         self.made = 0  # how often
         self.not_compiled: list[str] = []  # why pieces are not
 
-    @property
-    def in_background(self) -> bool:
-        """Whether pieces are compiled while steps run."""
-        return self.compiler is not None and self.compiler.process is not None
-
-    def of(self, pieces: Sequence[Piece]) -> list[Code] | None:
-        """What runs pieces; None while some are compiled in the background."""
+    def of(self, pieces: Sequence[Piece]) -> list[Code]:
+        """What runs pieces."""
         self.made += 1
         if self.compiler is None:
             return list(map(quick_code, pieces))
         made = self.compiler.codes(pieces)
-        if made is None:
-            return None
         self.not_compiled += [str(each) for each in made if isinstance(each, NotCompiled)]
         return [quick_code(piece) if isinstance(code, NotCompiled) else code for piece, code in zip(pieces, made)]
 
@@ -66,7 +59,6 @@ class RecordedForm:
         self.held = [fakes.of(each) for each in stage.held()]
         self.outputs = self._outputs()
         self._made: dict[int, Code] = {}
-        self.compiling: list[Piece] = []  # in the background
         self._is_first, self._halves = True, False
         # The gradients of outputs are most often laid out as these.
         usual = [torch.empty_like(each) if backward and each.requires_grad else None for each in tensors(self.outputs)]
@@ -144,7 +136,7 @@ class RecordedForm:
 
     def _code(self, piece: Piece) -> Code:
         """What runs a piece. The first run of F is not compiled, so that stages behind it begin to compile meanwhile. All
-        pieces are compiled for the next computation, or in the background for a later step."""
+        pieces are compiled for the next computation."""
         if piece is self.cut.forward and self._is_first and self.codes.compiler is not None:
             self._is_first = False
             return quick_code(piece)
@@ -152,19 +144,8 @@ class RecordedForm:
         backward = (cut.backward_input, self.weights(cut)) if self._halves else (self.whole(cut),)
         pieces = {id(each): each for each in (piece, cut.forward, *backward)}
         missing = [each for number, each in pieces.items() if number not in self._made]
-        codes = self.codes.of(missing)
-        if self.codes.in_background:
-            self.compiling += missing
-            codes = list(map(quick_code, missing))
-        assert codes is not None
-        self._made.update(zip(map(id, missing), codes))
+        self._made.update(zip(map(id, missing), self.codes.of(missing)))
         return self._made[id(piece)]
-
-    def begin_step(self) -> None:
-        """Run what was compiled in the background from now on, if nothing is missing."""
-        if self.compiling and (codes := self.codes.of(self.compiling)) is not None:
-            self._made.update(zip(map(id, self.compiling), codes))
-            self.compiling = []
 
     def whole(self, cut: Pieces) -> Piece:
         """The piece B of a cut, which adds up gradients."""

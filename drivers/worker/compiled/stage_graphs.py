@@ -1,4 +1,4 @@
-"""A stage as flat graphs, one set for each form of its inputs: `StageGraphs`.
+"""A stage as flat graphs, one set for each form of its inputs: `StageGraphs`; and those of a driver: `GraphsOfStages`.
 
     forward    F, recorded and cut when inputs of this form come first        ─▶ outputs, a `GraphRun`
     backward   B, or I and later W                                            ─▶ gradients, and parameters' `.grad`
@@ -7,7 +7,7 @@ What F, I and W compute is what the module and autograd compute, operation by op
 refused with `NotLowered`, before anything has run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.worker.compiled.graph_run import GraphRun
-from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
+from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler, compiler_of
 from pippy.drivers.worker.compiled.recordable_stage import RecordableStage
 from pippy.drivers.worker.compiled.recorded_form import PieceCodes, RecordedForm
 from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
@@ -27,7 +28,7 @@ from pippy.ir.base.trees import children, item_names
 from pippy.ir.halves.joint import NotLowered
 from pippy.ir.run.opaque_values import CONSTANTS
 
-NOT_RUN = "eager: nothing was recorded yet"
+_NOT_RUN = "eager: nothing was recorded yet"
 
 
 class StageGraphs:
@@ -70,18 +71,14 @@ class StageGraphs:
 
     def said(self) -> str:
         """How it runs."""
-        recorded = [each for each in self.forms.values() if isinstance(each, RecordedForm)]
-        compiling = sum(bool(each.compiling) for each in recorded)
-        made = len(recorded) - compiling
+        made = sum(isinstance(each, RecordedForm) for each in self.forms.values())
         reasons = list(dict.fromkeys(each for each in self.forms.values() if isinstance(each, str)))
         what = "graphs" if self.codes.compiler is None else "compiled graphs"
         said = [f"{what} for {count_with_noun(made, 'form')} of inputs"] if made else []
-        if compiling:
-            said.append(f"graphs for {count_with_noun(compiling, 'form')} of inputs, compiling in the background")
         if self.codes.compiler is not None:
             said += [f"as graphs that are not compiled: {each}" for each in dict.fromkeys(self.codes.not_compiled)]
         said += [f"eager: it {each}" for each in reasons]
-        return "; ".join(said) or NOT_RUN
+        return "; ".join(said) or _NOT_RUN
 
     def forward(
         self, inputs: Sequence[Any], step: int | None = None, backward: bool = True, halves: bool = False
@@ -122,12 +119,6 @@ class StageGraphs:
             self.forms[key] = form
         return form
 
-    def begin_step(self) -> None:
-        """Run what was compiled in the background from now on."""
-        for form in self.forms.values():
-            if isinstance(form, RecordedForm):
-                form.begin_step()
-
     def give_up(self, inputs: Sequence[Any], backward: bool, error: Exception) -> None:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
         self.forms[self._key(inputs, None, backward)] = f"fails as graphs: {_reason(error)}"
@@ -154,6 +145,38 @@ class StageGraphs:
             self._flags = (*training, *trained, *noting, torch.is_grad_enabled(), surroundings)
             self._step = step
         return tuple([_form_of(each) for each in inputs]), self._flags, backward
+
+
+class GraphsOfStages:
+    """The graphs of the stages of a driver on one worker, by the names of their calls."""
+
+    def __init__(self, options: CompileOptions) -> None:
+        self.options, self.compiler = options, compiler_of(options)
+        self.stages: dict[str, StageGraphs] = {}
+
+    def of(self, name: str, module: nn.Module, template: Any) -> StageGraphs:
+        """The graphs of a stage, which all programs share."""
+        made = self.stages.get(name)
+        if made is None or made.stage.template != template:
+            options = self.options
+            made = StageGraphs(name, module, template, self.compiler, options.fullgraph, options.limit)
+            self.stages[name] = made
+        return made
+
+    @property
+    def prepared(self) -> int:
+        """How often graphs were recorded or compiled."""
+        return sum(each.prepared for each in self.stages.values())
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """While pieces are compiled: how many are done, and how many there are."""
+        return None if self.compiler is None else self.compiler.progress
+
+    def said(self, names: Iterable[str]) -> dict[str, str]:
+        """How each of these stages runs, and why if it has no graphs."""
+        made = self.stages
+        return {name: made[name].said() if name in made else _NOT_RUN for name in names}
 
 
 def _reason(error: Exception) -> str:

@@ -1,46 +1,52 @@
-"""Runs torch.profiler in a worker, and gives its trace in parts."""
+"""Runs torch.profiler in a worker, and names in its traces what the worker does: its commands, and their instructions.
+
+    Step                    a command
+      F2.0                  an instruction of it
+        aten::linear        what torch notes itself
+      send relu.0 to 1
+
+Without a profiler nothing is named.
+"""
 
 import tempfile
 import time
 import zlib
-from itertools import islice
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from pippy.drivers.protocol.profiles import GiveTrace, ProfileStarted, ProfileStopped, StartProfile, StopProfile
+from pippy.drivers.plan.language.instructions import Instruction
+from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
 from pippy.drivers.wire.messages.stderr_filter import StderrFilter
+from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.recorder import clock
-from pippy.drivers.worker.measure.trace_events import WorkerEvents, events_of, shifted
 
-LINES = 20_000  # events in a part: about 5 MB of text, which 0.5 MB hold when they are compressed
 _SAYS = b"SyncActivityProfilerHandler.cpp"  # on standard error, whenever a profiler starts or stops
 
 
 class WorkerProfiler:
     """The profiles of one driver on one worker, one after another.
 
-    >>> profiler = WorkerProfiler(0, torch.device("cpu"))
+    >>> profiler = WorkerProfiler(torch.device("cpu"))
     >>> profiler.stop(StopProfile(), 1) is None
     True
     """
 
-    def __init__(self, worker: int, device: torch.device) -> None:
-        self.worker, self.device = worker, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._profile: profile | None = None
-        self._lines: IO[str] | None = None
         self._stderr = StderrFilter(_SAYS)
 
-    def start(self, body: StartProfile, number: int) -> ProfileStarted:
+    def start(self, body: StartProfile, number: int) -> None:
         """Begin to profile what this thread does."""
-        told = time.time()
         self.close()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
         if body.activities is not None:
             activities = [getattr(ProfilerActivity, name) for name in body.activities]
-        self.began = time.time_ns()
         started = profile(activities=activities, **body.options)
         self._stderr.start()
         try:
@@ -48,39 +54,23 @@ class WorkerProfiler:
         finally:
             self._stderr.stop()
         self._profile = started
-        return ProfileStarted(clock(), told, time.time())
 
-    def stop(self, body: StopProfile, number: int) -> ProfileStopped | None:
-        """End the profile, and have its events ready."""
-        stopped = self._stop()
+    def time(self, body: AskTime, number: int) -> tuple[str, float]:
+        """The worker's clock, and what it shows."""
+        return clock(), time.time()
+
+    def stop(self, body: StopProfile, number: int) -> bytes | None:
+        """End the profile, and give its trace."""
+        stopped = self.close()
         if stopped is None:
             return None
         with tempfile.TemporaryDirectory(prefix="pippy-profile-") as folder:
             path = Path(folder) / "trace.json"
             stopped.export_chrome_trace(str(path))
-            del stopped
-            self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 # closed when all was given
-            with path.open(encoding="utf-8", errors="replace") as file:
-                result = WorkerEvents(self.worker, self.began, self._lines).take(*events_of(file))
-        self._lines.seek(0)
-        return result
+            return zlib.compress(path.read_bytes(), level=1)
 
-    def give(self, body: GiveTrace, number: int) -> bytes | None:
-        """The next part of the trace: events with commas between them."""
-        lines = [] if self._lines is None else list(islice(self._lines, LINES))
-        if not lines:
-            self.close()
-            return None
-        return zlib.compress(",\n".join(shifted(each, body.shift * 1e6) for each in lines).encode(), level=1)
-
-    def close(self) -> None:
-        """Drop what is profiled."""
-        self._stop()
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-
-    def _stop(self) -> profile | None:
+    def close(self) -> profile | None:
+        """Stop the profiler that runs, and give it."""
         stopped, self._profile = self._profile, None
         if stopped is not None:
             self._stderr.start()
@@ -89,3 +79,32 @@ class WorkerProfiler:
             finally:
                 self._stderr.stop()
         return stopped
+
+
+def named(work: Any) -> AbstractContextManager[Any]:
+    """A context around a command, or around one of its instructions. What is for the profile is no part of it."""
+    if not is_profiled() or isinstance(work, AskTime | StopProfile):
+        return nullcontext()
+    return record_function(str(work) if isinstance(work, Instruction) else type(work).__name__)
+
+
+def is_profiled() -> bool:
+    """Whether torch.profiler runs in this thread."""
+    return torch.autograd._profiler_enabled()
+
+
+def naming(order: Sequence[Instruction], code: Sequence[BoundCall]) -> Sequence[BoundCall]:
+    """The code of a program's instructions, each inside of its name.
+
+    >>> naming([], [])
+    []
+    """
+    return [(_named(each, handle), operands) for each, (handle, operands) in zip(order, code)]
+
+
+def _named(instruction: Instruction, handle: Callable[..., None]) -> Callable[..., None]:
+    def run(*operands: Any) -> None:
+        with record_function(str(instruction)):
+            handle(*operands)
+
+    return run

@@ -267,17 +267,17 @@ def test_a_worker_that_cannot_start():
     [
         ({"n": 0}, "n=0: give the number"),
         ({"n": True}, "n=True: give the number"),
-        ({"n": 2, "threads": 0}, "threads is how many"),
+        ({"n": 2, "threads": 0}, "threads=0: give how many"),
         ({"n": 2, "names": ("a", "a")}, "none twice"),
         ({"n": 2, "names": "ab"}, "list of 2 strings"),
         ({"n": 2, "device": "tpu9"}, "is not a device of torch"),
         ({"n": 2, "device": "cuda:99"}, "there is no device 'cuda:99'"),
         ({"n": 2, "devices": ["cpu"]}, "one device for each"),
         ({"n": 2, "devices": ["cpu"] * 2, "device": "cpu"}, "give only one of the two"),
-        ({"n": 2, "timeout": 0}, "timeout is a number of seconds"),
+        ({"n": 2, "timeout": 0}, "timeout=0: give a number of seconds, more than 0"),
         ({"n": 2, "transport": "pigeon"}, "transport must be one of"),
-        ({"n": 2, "patience": 2.0}, "0 to 1; this is 2.0"),
-        ({"n": 2, "patience": -1}, "0 to 1; this is -1"),
+        ({"n": 2, "patience": 2.0}, "patience=2.0: give how many .*, from 0 to 1"),
+        ({"n": 2, "patience": -1}, "patience=-1: give how many .*, from 0 to 1"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(options, words):

@@ -268,7 +268,10 @@ REFUSED = [
     ({"engine": "ray", "resources": {"CPU": -1}}, "resources has, for each worker, how much it reserves of what"),
     ({"engine": "ray", "resources": {"GPU": 1}, "num_gpus": 2}, "num_gpus is how many GPUs each worker reserves"),
     ({"engine": "ray", "resources": {"CPU": 0}}, "resources reserves nothing"),
-    ({"engine": "ray", "spares": True}, "spares is how many workers wait for the place of a lost one, 0 or more"),
+    (
+        {"engine": "ray", "spares": True},
+        "spares=True: give how many workers wait for the place of a lost one, 0 or more",
+    ),
     (
         {"spares": 1},
         "spares=1 is an option of engine=\"ray\", and this cluster is on engine 'local', where its processes are forks of one",

@@ -99,15 +99,15 @@ def test_without_torchrun_and_without_a_number(monkeypatch):
         ({"controller_hosts": False}, "torchrun started only the controller"),
         ({"devices": ["cpu", "cpu"]}, "each of the 1 workers"),
         ({"devices": ["cpu"], "device": "cpu"}, "give only one of the two"),
-        ({"timeout": 0}, "timeout is a number of seconds"),
+        ({"timeout": 0}, "timeout=0: give a number of seconds, more than 0"),
         ({"names": ["a", "b"]}, "names must name each of the 1 workers"),
-        ({"threads": 0}, "threads is how many"),
+        ({"threads": 0}, "threads=0: give how many"),
         (
             {"pin": True},
             "pin=True is for workers that .* starts, .*; leave out pin, or start the script without torchrun",
         ),
         ({"n": 1, "transport": "none"}, "transport must be one of None, 'shared_memory', 'rpc'; this is 'none'"),
-        ({"patience": 2}, "0 to 1; this is 2"),
+        ({"patience": 2}, "patience=2: give how many .*, from 0 to 1"),
     ],
 )
 def test_wrong_arguments_under_torchrun(monkeypatch, options, words):

@@ -20,11 +20,11 @@ from pippy import PipelineDriver, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
-from pippy.drivers.report import steps_strip
+from pippy.drivers.report import page as report_page
 from pippy.drivers.report.findings import off_cores
+from pippy.drivers.report.page import packed_steps
 from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
-from pippy.drivers.report.steps_strip import packed_steps
 from pippy.drivers.report.svg import ticks
 from pippy.ir.base.readable import duration, percent
 from tests.drivers.models import Chain, TiedLanguage
@@ -484,7 +484,7 @@ def test_a_page_stays_small_and_has_the_longest_step_and_the_shortest(tmp_path, 
     assert sorted(unpacked(tmp_path / "report.html")) == [3, 5, *range(31, 40)]
     assert len(re.findall(r"<button data-step=[^>]*disabled>", text)) == 28
     assert "Grey bars are not on this page" in text
-    monkeypatch.setattr(steps_strip, "MOST_INSTRUCTIONS", 2 * sum(map(len, steps[0].program.orders)))
+    monkeypatch.setattr(report_page, "MOST_INSTRUCTIONS", 2 * sum(map(len, steps[0].program.orders)))
     assert packed_steps(20, steps) == [3, 5, 20]
 
 

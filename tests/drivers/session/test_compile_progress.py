@@ -1,7 +1,7 @@
 """The line that shows what workers compile: on a terminal, while a call waits, and cleared afterwards."""
 
 import io
-import re
+import os
 import sys
 
 import pytest
@@ -11,15 +11,29 @@ from torch import nn
 from pippy import PipelineDriver, pipeline
 from pippy.drivers.session.compile_progress import CompileProgress
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
-from tests.drivers.compiling import Waits
 from tests.drivers.models import Chain
-from tests.drivers.worker.test_background import wait_until_compiled
 from tests.drivers.worker.test_inductor import layers, trained
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+class Waits:
+    """A backend that waits for the test: its code is the graph."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        os.mkfifo(folder / "go")
+
+    def __call__(self, graph, inputs):
+        (self.folder / "go").open().close()  # this waits until another has it open for writing
+        return graph
+
+    def go_on(self):
+        """Let all pieces be compiled from now on."""
+        os.open(self.folder / "go", os.O_RDWR)
 
 
 def test_the_line_follows_the_workers_and_is_cleared():
@@ -35,23 +49,6 @@ def test_the_line_follows_the_workers_and_is_cleared():
     progress.end()
     progress.end()
     assert terminal.getvalue().endswith("worker1 0/2\x1b[K\r\x1b[K")
-
-
-def test_what_was_told_before_is_shown_while_the_next_call_waits_for_the_same_workers():
-    terminal = Terminal()
-    progress = CompileProgress(["worker0", "worker1"], terminal)
-    progress.begin({0, 1})
-    progress.show(0, (1, 3))
-    progress.end()
-    shown = terminal.getvalue()
-    progress.begin({1})
-    assert terminal.getvalue() == shown
-    progress.begin({0, 1})
-    assert terminal.getvalue() == f"{shown}\rcompiling: worker0 1/3\x1b[K"
-    progress.show(0, None)
-    progress.end()
-    progress.begin({0, 1})
-    assert terminal.getvalue() == f"{shown}\rcompiling: worker0 1/3\x1b[K\r\x1b[K"
 
 
 def test_a_file_gets_nothing():
@@ -105,33 +102,3 @@ def test_a_step_that_compiles_shows_the_line_and_clears_it(cluster, monkeypatch,
     driver.run(4, x, x)
     assert stream.getvalue() == written
     driver.close()
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_steps_show_the_line_while_pieces_compile_in_the_background(threads, monkeypatch, tmp_path, stream):
-    """It is shown while a step is waited for, and cleared before the script goes on, which may print something."""
-    waits = Waits(tmp_path)
-    monkeypatch.setattr(sys, "stderr", stream)
-    x = torch.randn(8, 8)
-    given = {"backend": waits, "background": True}
-    driver = PipelineDriver(pipeline(Chain(2), nn.MSELoss()), threads, world_size=2, compile=given, check=False)
-    steps = []
-    for _ in range(3):
-        driver.run(4, x, x)
-        steps.append(stream.getvalue())
-        stream.seek(0)
-        stream.truncate()
-    waits.go_on()
-    wait_until_compiled(driver)
-    stream.seek(0)
-    stream.truncate()
-    driver.run(4, x, x)
-    assert stream.getvalue() == ""
-    driver.close()
-    if stream.isatty():
-        assert all(
-            re.fullmatch(r"(\rcompiling: worker[01] 0/\d(, worker1 0/\d)?\x1b\[K)+\r\x1b\[K", each) for each in steps
-        )
-        assert steps[1].startswith("\rcompiling: worker0 0/2, worker1 0/4\x1b[K")
-    else:
-        assert steps == [""] * 3

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 import shutil
 from typing import Any, ClassVar
 
@@ -11,11 +10,8 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
-from pippy.drivers.protocol.compile_options import CompileOptions
-from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.worker.compiled import inductor
 from pippy.drivers.worker.compiled.backend import CalledBackend
-from pippy.drivers.worker.compiled.compile_server import backend_with
 from pippy.drivers.worker.compiled.inductor import Inductor
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
@@ -167,67 +163,6 @@ def test_pieces_with_other_constants_are_compiled_apart(compiler):
         stage = Scaled(factor)
         assert torch.equal(trained(stage, compiler, halves=False)[0][0], plainly(copy.deepcopy(stage))[0])
     assert compiler.backend.compiled == 4
-
-
-class Sent:
-    """Compiles by a backend as another process does: the piece and the code are sent."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def compile(self, piece, key, wait):
-        sent = self.backend.compile_to_send(pickle.loads(pickle_to_bytes(piece)), key, wait)
-        return None if sent is None else self.backend.code_of(pickle.loads(pickle.dumps(sent)))
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_pieces_that_are_sent_compute_the_same_and_are_found_by_all(compiler, tmp_path, halves):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.mask = layers(), torch.arange(8.0)
-
-        def forward(self, x):
-            return self.layer(x) * self.mask * torch.full((8,), 2.0).add_(1)
-
-    stage = Masked()
-    expected = plainly(copy.deepcopy(stage))
-    found, said = trained(stage, PieceCompiler(Sent(compiler.backend)), halves)
-    assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
-    pieces = 3 if halves else 2
-    assert counts(compiler) == (pieces, pieces)
-    stage = copy.deepcopy(stage)
-    stage.zero_grad()
-    assert all(map(torch.equal, expected, trained(stage, compiler, halves)[0]))
-    assert counts(compiler) == (pieces, 2 * pieces), "a piece has the same name in the folder, sent or not"
-
-
-def test_settings_of_inductor_go_with_the_pieces(monkeypatch):
-    config = torch._inductor.config
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setattr(config, "epilogue_fusion", False)
-    changed = inductor.inductor_settings()
-    monkeypatch.undo()
-    before = inductor.inductor_settings()
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    assert before["epilogue_fusion"] is True
-    try:
-        made = backend_with(1, pickle_to_bytes((CompileOptions(mode="max-autotune"), changed)))
-        assert config.epilogue_fusion is False and made.mode == "max-autotune"
-    finally:
-        config.load_config(before)
-
-
-def test_code_that_cannot_be_saved_is_not_sent(compiler, monkeypatch):
-    def full(*_, **__):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Interpreted, "save", full)
-    stage = layers()
-    expected = plainly(copy.deepcopy(stage))
-    found, said = trained(stage, PieceCompiler(Sent(compiler.backend)), halves=False)
-    assert all(map(torch.equal, expected, found))
-    assert "as graphs that are not compiled: OSError: what was compiled could not be written to" in said
 
 
 def test_pieces_that_another_worker_compiles_come_last(compiler, tmp_path, monkeypatch):

@@ -2,8 +2,6 @@
 
 import random
 import re
-import shutil
-import subprocess
 from functools import cache
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -15,8 +13,7 @@ from torch import nn
 from pippy import Pipe, pipeline
 from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content, StageFigures, content_of
-from pippy.ir.show.diagrams import dot, mermaid
-from pippy.ir.show.notebook import html
+from pippy.ir.show.drawing import html, mermaid
 from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
 from pippy.ir.show.svg import pipe_svg
 from tests.ir.show.shown import DRAWN, Named, example
@@ -43,30 +40,6 @@ flowchart LR
     n4 -->|"lin_1<br/>float32[4, 8] 128 B"| n5
     n5 -->|"_loss<br/>loss<br/>float32[] 4 B"| n6
     n3 -. "lin.weight, lin.bias<br/>replicated" .- n4
-"""
-
-DOT = r"""
-digraph pipe {
-    rankdir=LR;
-    node [fontname="sans-serif"];
-    edge [fontname="sans-serif"];
-    n0 [shape=ellipse, label="x"];
-    n1 [shape=ellipse, label="target"];
-    n2 [shape=box, label="submod_0\n64 parameters"];
-    n3 [shape=box, label="submod_1\n72 parameters"];
-    n4 [shape=box, label="submod_2\n136 parameters"];
-    n5 [shape=hexagon, label="_loss"];
-    n6 [shape=ellipse, label="output"];
-    n0 -> n2 [label="x"];
-    n1 -> n5 [label="target"];
-    n2 -> n3 [label="mm_param\nparameter", style=bold];
-    n2 -> n3 [label="relu"];
-    n2 -> n4 [label="mm"];
-    n3 -> n4 [label="lin"];
-    n4 -> n5 [label="lin_1"];
-    n5 -> n6 [label="_loss\nloss"];
-    n3 -> n4 [label="lin.weight, lin.bias\nreplicated", style=dashed, dir=none, constraint=false];
-}
 """
 
 NASTY = """a"b<c>&d'e`f;g\\h#i|j"""
@@ -124,10 +97,6 @@ def test_mermaid():
     assert example().draw(X, X).mermaid() == MERMAID.lstrip()
 
 
-def test_dot():
-    assert example().draw().dot() == DOT.lstrip()
-
-
 @every_content
 def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
     head, *lines = mermaid(content(name)).splitlines()
@@ -140,27 +109,6 @@ def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
     )
     for line in lines:
         assert re.fullmatch(rf" {{4}}({box}|{arrow}|{link})", line.replace("<br/>", "")), line
-
-
-@every_content
-def test_graphviz_reads_the_dot(name):
-    if shutil.which("dot") is None:
-        pytest.skip("Graphviz is not installed")
-    done = subprocess.run(["dot", "-Tplain"], input=dot(content(name)), capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    structure = content(name).structure
-    copies = sum(len(each.boxes) - 1 for each in structure.copies)
-    assert sum(line.startswith("node") for line in lines) == len(structure.boxes)
-    assert sum(line.startswith("edge") for line in lines) == copies + sum(
-        len(value.users) for value in structure.values
-    )
-    assert done.stderr == ""
-
-
-@every_content
-def test_dot_quotes_what_it_must(name):
-    for label in re.findall(r'label="(.*?)"[],]', dot(content(name))):
-        assert re.fullmatch(r'([^"\\]|\\["\\n])*', label)
 
 
 @every_content

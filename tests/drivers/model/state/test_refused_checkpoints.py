@@ -243,8 +243,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(threads, tmp
     training = Training(threads)
     folder = tmp_path / "run"
     wrong = [
-        ({"step": -1}, "the step names the checkpoint"),
-        ({"step": 1.5}, "the step names the checkpoint"),
+        ({"step": -1}, "the number of the step, which names the checkpoint, 0 or more"),
+        ({"step": 1.5}, "the number of the step, which names the checkpoint, 0 or more"),
         ({"keep": 0}, "give how many checkpoints to keep"),
         ({"model": 3}, "choose another name"),
         ({"random_state": 3}, "choose another name"),

@@ -15,7 +15,8 @@ from itertools import accumulate
 
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.plan.orders.schedule import F, I, W
+from pippy.drivers.plan.orders.pattern import RepeatedPasses, require_v, write_out
+from pippy.drivers.plan.orders.schedule import F, I, W, WorkerOrders, keep
 
 PERIOD = 6
 Block = dict[tuple[Op, int], int]
@@ -119,3 +120,86 @@ def needed_by(compute: Compute, last_stage: int) -> Compute | None:
     if op == F:
         return Compute(F, stage - 1, microbatch) if stage else None
     return Compute(F, stage, microbatch) if stage == last_stage else Compute(I, stage + 1, microbatch)
+
+
+def v_half(placement: Placement, chunks: int) -> WorkerOrders:
+    """V-Half: the V of ZB-V in about half of 1F1B's memory: p/2 + 1 micro-batches of a worker, rounded up.
+
+    The building block takes steps of 1 towards the last worker and of 2 back. The turns were found by trying. If F, I and W
+    take the same time and m >= p > 3, a worker idles for (3p-7)/2 forwards of a worker, and for half a forward less if p is
+    odd.
+
+    For two stages on each worker, placed in a V.
+
+    >>> result = v_half(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
+    'F1.0 F2.0 I2.0 I1.0 W2.0 W1.0'
+    """
+    require_v(placement, "v_half")
+    p = placement.workers
+    block = building_block(p, down=1, up=2, turns=(1, 6, 3) if p % 2 else (1, 4, 2))
+    memory = 2 * min(chunks, p, (p + 1) // 2 + 1)
+    return WorkerOrders(squeeze(placement, block, chunks, memory), memory=[memory] * p)
+
+
+def v_min(placement: Placement, chunks: int) -> WorkerOrders:
+    """V-Min: the V of ZB-V in about a third of 1F1B's memory: (p+4)/3 micro-batches of a worker, rounded down.
+
+    The building block takes the shortest steps, so a micro-batch is soon done. If F, I and W take the same time and m >= p > 2,
+    a worker idles for (4p-5-2x)/2 forwards of a worker, where x is the distance from p up to the next number that is 1 modulo
+    3.
+
+    For two stages on each worker, placed in a V.
+
+    >>> result = v_min(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
+    'F1.0 F2.0 I2.0 I1.0 W2.0 W1.0'
+    """
+    require_v(placement, "v_min")
+    p = placement.workers
+    x = (1 - p) % 3
+    block = building_block(p, down=1, up=1, turns=(1, 1 + 2 * x, 1))  # so no two passes of a worker meet
+    memory = min(2 * chunks, 2 * ((p + 4) // 3))
+    return WorkerOrders(squeeze(placement, block, chunks, memory), memory=[memory] * p)
+
+
+def dualpipe_v(placement: Placement, chunks: int) -> WorkerOrders:
+    """DualPipeV: the V-shaped half of DualPipe. A forward and a backward of different micro-batches come in pairs.
+
+    A runtime may overlap the communication of one with the computation of the other. The order here has the forward first.
+    Backwards come in halves only where they fill gaps at the ends. A worker holds at most 2p+1 stage-micro-batches.
+
+    For two stages on each worker, placed in a V.
+
+    >>> result = dualpipe_v(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
+    'F1.0 F2.0 B2.0 B1.0'
+    """
+    orders: list[list[Compute]] = [[] for _ in range(placement.workers)]
+    for w, worker in enumerate(require_v(placement, "dualpipe_v")):
+        regular = max(chunks, 2 * placement.workers)
+        order = write_out(placement.stages_of(worker), phases(placement.workers, w, regular))
+        orders[worker] = keep(order, chunks)
+    return WorkerOrders(orders, memory=[min(2 * chunks, 2 * placement.workers + 1)] * placement.workers)
+
+
+def phases(p: int, w: int, chunks: int) -> list[RepeatedPasses]:
+    """Worker w's order, for at least 2p chunks."""
+    after = p - w - 1
+    return [
+        (2 * after, "F0"),
+        (w + 1, "F0 F1"),
+        (after, "I1 W F1"),
+        (chunks - 2 * p + w + 1, "F0 B1 F1 B0"),
+        (after, "B1 F1 B0"),
+        *drain(w + 1),
+        (after, "W I0"),
+        (w + 1, "W"),
+    ]
+
+
+def drain(pairs: int) -> list[RepeatedPasses]:
+    """Pairs of backwards: whole ones first, then halves whose W is put off to the end."""
+    if pairs % 2:
+        return [(pairs // 2, "B1 B0"), (1, "B1 I0"), (pairs // 2, "I1 I0")]
+    return [(pairs // 2, "B1 B0"), (pairs // 2, "I1 I0")]

@@ -1,4 +1,4 @@
-"""What the stages of a model hold, for `pippy show --memory` and `pippy compare --memory`."""
+"""What the stages of a model hold (`pippy show --memory`, `pippy compare --memory`), and what ``compile=`` makes of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.ir.base.readable import bytes_text
-from pippy.ir.show.text_table import text_table
+from pippy.ir.show.tables import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.plan.cost.held_bytes import PipeBytes
     from pippy.ir.pipe import Pipe
 
+_HEAD = ("stage", "F", "B", "I", "W", "kept by F", "without cut", "handed to W", "without cut", "")
 COLUMNS = ("parameters", "gradients", "kept", "forward", "backward")
 
 
@@ -39,3 +40,20 @@ def stages_memory(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) 
     ]
     totals = [bytes_text(sum(getattr(stage, name) for stage in sizes.stages)) for name in COLUMNS[:3]]
     return text_table(["stage", *COLUMNS], rows, total=["total", *totals, "", ""])
+
+
+def stages_compiled(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A table of the operations in the pieces of each stage, and of what is kept between them."""
+    if not args and not kwargs:
+        raise click.UsageError(
+            "--compile records graphs for inputs of some size; give them, as in --input 'float32[32,16]'"
+        )
+    from pippy.drivers.count.compiled_stages import stage_pieces
+
+    rows = []
+    for each in stage_pieces(pipe, args, kwargs):
+        if each.reason is not None:
+            rows.append([each.name, *[""] * 8, f"runs eagerly: it {each.reason}"])
+        else:
+            rows.append([each.name, *map(str, each.operations), *map(bytes_text, (*each.kept, *each.handed)), ""])
+    return text_table(_HEAD, rows, words=(0, 9))
