@@ -1,5 +1,7 @@
 """A driver refuses a call for which forward would do something else, before anything is sent."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
