@@ -1,10 +1,12 @@
 """What to do where a mini-batch cannot be cut: its values have different numbers of rows, or forward fails for some of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.division import CutTensor, DividedValue, Division, SameForAll
 from pippy.drivers.batch.specs import items_with_paths, spec_of_parts
 from pippy.ir.base.brief import some
@@ -89,6 +91,20 @@ def _tells_rows(value: torch.Tensor, flat: torch.Tensor | None) -> bool:
 def _has_rows_as_items(name: str, value: Any, rows: int, odd: Sequence[str]) -> bool:
     items = items_with_paths(value, name) if isinstance(value, (list, tuple)) else None
     return items is not None and len(items) == rows and {path for path, _ in items} <= set(odd)
+
+
+@contextmanager
+def advising(division: Division) -> Iterator[None]:
+    """A context in which the error of a step says what the micro-batch was given for which forward has failed."""
+    try:
+        yield
+    except StepError as error:
+        failure = error.failure
+        if failure is not None and failure.instruction.startswith("F") and failure.microbatch is not None:
+            advice = advice_for_failure(division, failure.microbatch)
+            if advice not in str(error) and "What to do" not in failure.message:
+                error.args = (f"{error}\n\n{advice}",)
+        raise
 
 
 def advice_for_failure(division: Division, microbatch: int) -> str:

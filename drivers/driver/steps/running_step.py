@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pippy.drivers.base.errors import StepError
-from pippy.drivers.batch.division import Division
-from pippy.drivers.batch.rows_apart import advice_for_failure
+from pippy.drivers.batch.rows_apart import advising
 from pippy.drivers.driver.steps.results import Results, joined_micro_batches
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.session.command_log import PendingCommand
@@ -54,11 +52,8 @@ class RunningStep:
         """Wait for the step, and return what `run` returns."""
         posted, results = self._posted, self._results
         if posted is not None and results is not None:
-            try:
+            with advising(results.division):
                 self._end(self._session.wait(posted))
-            except StepError as error:
-                _advise(error, results.division)
-                raise
         return self._result
 
     def _end(self, answers: Mapping[int, StepResult]) -> None:
@@ -69,12 +64,3 @@ class RunningStep:
             if self._note is not None:
                 self._note(answers)
             self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches
-
-
-def _advise(error: StepError, division: Division) -> None:
-    """Say what a micro-batch was given for which forward has failed, unless the error says what to do."""
-    failure = error.failure
-    if failure is not None and failure.instruction.startswith("F") and failure.microbatch is not None:
-        advice = advice_for_failure(division, failure.microbatch)
-        if advice not in str(error) and "What to do" not in failure.message:
-            error.args = (f"{error}\n\n{advice}",)
