@@ -10,7 +10,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.names import first_names, named_state
-from pippy.ir.base.trees import describe
+from pippy.ir.base.trees import children, describe
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.trace.proxies import RecordingProxy, StateProxy, is_made_in_forward
@@ -38,17 +38,18 @@ def _place(tensor: torch.Tensor) -> Any:
 
 def _not_registered(parameter: nn.Parameter, model: nn.Module) -> TracingError:
     """The error for a parameter that no module knows of: most often it is in a list."""
-    what = f"forward uses a parameter of {describe(parameter)} that is registered with no module"
-    for path, module in model.named_modules():
-        for name, held in vars(module).items():
-            items = list(held.values()) if isinstance(held, dict) else held
-            if isinstance(items, (list, tuple)) and any(each is parameter for each in items):
-                kind = "ParameterDict" if isinstance(held, dict) else "ParameterList"
-                return TracingError(
-                    f"{what}: {f'{path}.{name}'.lstrip('.')} is a {type(held).__name__}, which nn.Module does not look into.\n"
-                    f"What to do: make it an nn.{kind}"
-                )
-    return TracingError(f"{what}.\nWhat to do: make it in __init__, and keep it as an attribute of a module")
+    places = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if any(each is parameter for each in children(held) or ())
+    ]
+    remedy = "make it in __init__, and keep it as an attribute of a module"
+    if places:
+        remedy = (
+            f"make {places[0]} an nn.ParameterList, or an nn.ParameterDict if it has keys; nn.Module looks into these"
+        )
+    return TracingError(f"forward uses a parameter of {describe(parameter)} that no module has registered; {remedy}")
 
 
 class PipeTracer(fx.Tracer):

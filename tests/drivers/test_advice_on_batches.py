@@ -260,11 +260,11 @@ ADVICE = [
         "pad it (torch.nested.to_padded_tensor), or leave the example out",
         [replace(padded, example=True), ragged],
     ),
-    ("a list of parameters", held, "make it an nn.ParameterList", [replace(held, model=scaled(nn.ParameterList))]),
+    ("a list of parameters", held, "make held an nn.ParameterList", [replace(held, model=scaled(nn.ParameterList))]),
     (
         "a dict of parameters",
         replace(held, model=scaled(by_name(dict))),
-        "make it an nn.ParameterDict",
+        "or an nn.ParameterDict if it has keys",
         [replace(held, model=scaled(by_name(nn.ParameterDict)))],
     ),
     (
