@@ -144,8 +144,9 @@ def _trace(
         recorded, call, identities = _answer_identities(model, tracer, call, before, recorded)
         finish_assigned(recorded.graph)
         attributes = recorded.attributes
+    of_rows: dict[fx.Node, int] = {}
     if call.is_example:
-        find_row_sizes(recorded.values, recorded.graph, attributes)
+        of_rows = find_row_sizes(recorded.values, recorded.graph, attributes)
         if varying := _kept_for_their_buffers(model, recorded.graph):
             return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
         note_bytes(recorded.values, recorded.graph)
@@ -156,7 +157,7 @@ def _trace(
     flags = {} if call.is_example else {name: value for name, value in call.known_inputs.items() if type(value) is bool}
     traced.guards = Guards(
         kinds,
-        asked_of(recorded.graph, recorded.values.is_tensor),
+        asked_of(recorded.graph, recorded.values.is_tensor, of_rows),
         one=tuple(identities.one),
         different=tuple(identities.different),
         flags=flags,
@@ -166,6 +167,8 @@ def _trace(
     traced.modes.after = flags_after_train(model)
     if reads:
         _follow_modes(traced, tracer, call, reads)
+    for node, rows in of_rows.items():  # now: graphs of two modes are compared without
+        node.args = (*node.args, rows)
     if call.is_example and kept_whole is None and _are_small(model, traced.differing):
         reason = "it does something else in training than in evaluation"
         return _trace(model, tracer, call, {**traced.kept_whole, **dict.fromkeys(sorted(traced.differing), reason)})

@@ -279,20 +279,21 @@ def _lose_mark(module: nn.Module) -> None:
     )
 
 
-def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
+def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> dict[fx.Node, int]:
     """Note at each node how its value depends on the rows of the inputs: the values are found for one row more.
 
-    Checks of what Python was told are given the number of rows, if that decides.
+    Returns the checks of what Python was told of the number of rows, each with that number.
     """
     inputs = values.known_inputs
     counts = Counter(each.shape[0] for value in inputs.values() for each in tensors(value) if each.dim())
     if not counts:
-        return
+        return {}
     rows = counts.most_common(1)[0][0]
 
     others = values.longer(rows, attributes)
     holding = set[fx.Node]()  # what depends on the values that the rows hold
     counting = set[fx.Node]()  # numbers that depend on how many rows there are
+    checks: dict[fx.Node, int] = {}
     for node in graph.nodes:
         value = values.of(node)
         may_hold = value is UNKNOWN or any(True for _ in tensors(value))
@@ -305,7 +306,8 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
             if is_number and (type(dependence) is RowSize or not counting.isdisjoint(node.all_input_nodes)):
                 counting.add(node)
         if node.target is check_fixed and node.args[0] in counting:
-            node.args = (*node.args, rows)
+            checks[node] = rows
+    return checks
 
 
 def note_bytes(values: Values, graph: fx.Graph) -> None:
