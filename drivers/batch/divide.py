@@ -1,7 +1,6 @@
 """Dividing values into micro-batches: which are cut, along which dimension, and into how many rows each."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.columns import Column, ColumnPieces, DivisionOfColumns, LoadedColumn
 from pippy.drivers.batch.division import CutTensor, DividedValue, Division, PerMicrobatch, SameForAll
+from pippy.drivers.batch.rows_apart import advice_for_rows
 from pippy.drivers.batch.specs import (
     ChunkSpec,
     MicroBatches,
@@ -18,7 +18,6 @@ from pippy.drivers.batch.specs import (
     as_spec,
     is_spec,
     items_with_paths,
-    spec_of_parts,
     specs_of_items,
     unsuitable_spec,
 )
@@ -51,8 +50,9 @@ def divide(
     pippy.drivers.base.errors.MicrobatchError: what is cut into 2 micro-batches has different numbers of rows:
       x: 4 rows, dimension 0 of float32[4, 3]
       mask: 3 rows, dimension 0 of float32[3, 3]
-    If a value is not part of the batch, give it a Replicate(). If its rows are in another dimension, give it a TensorChunkSpec(dim). For example: chunk_spec={'mask': Replicate()}
-    """  # noqa: E501
+    If every micro-batch needs all of 'mask', not a part of it for its rows: chunk_spec={'mask': Replicate()}
+    If it says which rows belong together, as the edges of a graph do, rows cannot be cut apart: run one micro-batch, chunks=1
+    """
     check_count("chunks", chunks, "the number of micro-batches", MicrobatchError)
     specs, names = chunk_spec or {}, names or {name: name for name in values}
     unknown = [name for name in specs if name not in values]
@@ -73,6 +73,7 @@ class Divider:
     def __init__(self, chunks: int, mask: bool = False) -> None:
         self.chunks, self.mask = chunks, mask
         self.rows: list[tuple[str, str, int]] = []  # where, what, how many
+        self.tensors: dict[str, torch.Tensor] = {}  # that are cut, by where they are
         self.given_sizes: list[tuple[str, tuple[int, ...]]] = []
         self.columns: list[Column] = []  # that workers load
 
@@ -114,6 +115,7 @@ class Divider:
                 "otherwise cut it yourself: MicroBatches([...])"
             )
         dim %= value.dim()
+        self.tensors[path] = value
         self.rows.append((path, f"dimension {dim} of {describe(value)}", value.shape[dim]))
         return CutTensor(_plain(value), dim, value.requires_grad)
 
@@ -208,49 +210,11 @@ class Divider:
         return sizes
 
     def _different(self, values: Mapping[str, Any]) -> str:
-        counts = [rows for _, _, rows in self.rows]
-        usual = max(counts, key=counts.count)  # the first of several
-        odd = {path for path, _, rows in self.rows if rows != usual}
-        example = ", ".join(
-            f"{path!r}: {text}" for path, value in values.items() if (text := _replicating(value, path, odd)) != "None"
-        )
         lines = [f"  {path}: {rows} rows, {what}" for path, what, rows in self.rows]
-        flat = next(
-            (path for path in odd if any(_are_offsets(each, values.get(path)) for each in values.values())), None
-        )
-        if flat is not None:
-            return "\n".join(
-                [
-                    f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
-                    *lines,
-                    f"{flat!r} has one dimension that holds all rows, and offsets say where each row begins, so it "
-                    "cannot be cut. Give a tensor of two dimensions, padded with the padding_idx of "
-                    "nn.EmbeddingBag, without offsets; or run one micro-batch, chunks=1",
-                ]
-            )
+        advice = advice_for_rows(values, [(path, rows) for path, _, rows in self.rows], self.tensors)
         return "\n".join(
-            [
-                f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
-                *lines,
-                "If a value is not part of the batch, give it a Replicate(). If its rows are in another dimension, "
-                f"give it a TensorChunkSpec(dim). For example: chunk_spec={{{example}}}",
-            ]
+            [f"what is cut into {self.chunks} micro-batches has different numbers of rows:", *lines, advice]
         )
-
-
-def _are_offsets(value: Any, flat: Any) -> bool:
-    """Whether a value says where each row begins in ``flat``, as nn.EmbeddingBag takes them."""
-    are_indices = all(
-        isinstance(each, torch.Tensor) and each.dim() == 1 and not each.is_floating_point() for each in (value, flat)
-    )
-    if not are_indices or value is flat or not len(value) or value.dtype == torch.bool:
-        return False
-    return bool(value[0] == 0 and (value.diff() >= 0).all() and value[-1] <= len(flat))
-
-
-def _replicating(value: Any, path: str, odd: set[str]) -> str:
-    """A spec, as it is written, that gives the values at the paths ``odd`` a Replicate()."""
-    return "Replicate()" if path in odd else spec_of_parts(value, path, partial(_replicating, odd=odd))
 
 
 def even_sizes(rows: int, chunks: int) -> tuple[int, ...]:

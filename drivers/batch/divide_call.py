@@ -11,6 +11,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import InputError
 from pippy.ir.call.signature import bind, call_signature, check_guards
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.run.functions import cut_into
 
 
 def divide_call(
@@ -55,17 +56,13 @@ def check_guards_of(compiled: Compiled, division: Division) -> None:
 
 def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, chunk: int) -> None:
     try:
-        check_guards(compiled, {name: division.take(name, chunk) for name in names})
+        with cut_into(division.chunks, division.rows):
+            check_guards(compiled, {name: division.take(name, chunk) for name in names})
     except InputError as error:
         rows = division.rows_shown(chunk)
         if not rows:
             raise
-        raise InputError(
-            f"{error}\n"
-            f"These are the sizes of micro-batch {chunk}, which has {rows}. If the model depends on the number of "
-            f"rows, use chunks=1, or make the Pipe with an example of {division.rows_of(chunk)} rows, the size of a "
-            "micro-batch"
-        ) from None
+        raise InputError(f"{error}\nThese are the sizes of micro-batch {chunk}, which has {rows}") from None
 
 
 def guarded_inputs(compiled: Compiled, division: Division) -> list[str]:

@@ -12,6 +12,7 @@ from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
+from pippy.drivers.batch.rows_apart import advising
 from pippy.drivers.batch.slices import SlicedCalls
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
@@ -131,7 +132,8 @@ class StepRunner:
         results = self.results(call, self.settings.output_spec)
         purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
         if self.first_step is not None and call.trains:
-            self.first_step.check(call, partial(self._tried, call, sent))
+            with advising(call.division):
+                self.first_step.check(call, partial(self._tried, call, sent))
             results = self.results(call, self.settings.output_spec)
         unprobed = (chunks, call.trains, outputs is not None)
         record = self.recording

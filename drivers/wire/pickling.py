@@ -24,7 +24,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial, reduce
-from types import FunctionType
+from importlib import import_module
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
@@ -189,6 +190,8 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
     """Classes and functions of ``__main__`` travel as their code."""
 
     def _reduced(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # torch.backends.cudnn, say
+            return import_module, (obj.__name__,)
         return cloudpickle.Pickler.reducer_override(self, obj)
 
     def _function_getnewargs(self, func: FunctionType) -> tuple[Any, ...]:

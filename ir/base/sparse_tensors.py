@@ -1,10 +1,11 @@
-"""Sparse tensors: the plain tensors that they are made of, and functions that torch has for plain tensors only.
+"""Sparse and jagged tensors: what they are made of, and functions that torch has for plain tensors only.
 
 | layout                  | parts                                        | rows that can be cut           |
 |-------------------------|----------------------------------------------|--------------------------------|
 | sparse_coo              | indices, values; coalesced or not            | along any dimension            |
 | sparse_csr, sparse_csc  | compressed indices, plain indices, values    | along both dimensions of two   |
 | sparse_bsr, sparse_bsc  | compressed indices, plain indices, values    | none: they are in blocks       |
+| jagged                  | a tensor for each row                        | along the first dimension      |
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +98,12 @@ def has_rows(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be cut with `narrow`, and put together with `cat`."""
     if tensor.layout in (torch.sparse_csr, torch.sparse_csc):
         return tensor.dim() == 2
-    return tensor.layout in (torch.strided, torch.sparse_coo)
+    return tensor.layout in (torch.strided, torch.sparse_coo, torch.jagged)
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A jagged tensor of these rows."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def narrow(tensor: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
@@ -109,13 +115,17 @@ def narrow(tensor: torch.Tensor, dim: int, start: int, size: int) -> torch.Tenso
     """
     if tensor.layout is torch.strided:
         return tensor.narrow(dim, start, size)
+    if tensor.layout is torch.jagged:
+        return _joined(tensor.detach().unbind()[start : start + size])
     rows = tensor.to_sparse_coo().narrow_copy(dim, start, size)
     return rows if tensor.layout is torch.sparse_coo else rows.to_sparse(layout=tensor.layout)
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """`torch.cat`, of sparse tensors too: the result has the layout of the first."""
+    """`torch.cat`, of sparse and jagged tensors too: the result has the layout of the first."""
     layout = tensors[0].layout
+    if layout is torch.jagged:
+        return _joined([row for tensor in tensors for row in tensor.unbind()])
     if layout in (torch.strided, torch.sparse_coo):
         return torch.cat(tuple(tensors), dim)
     return torch.cat([tensor.to_sparse_coo() for tensor in tensors], dim).to_sparse(layout=layout)

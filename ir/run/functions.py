@@ -1,11 +1,26 @@
 """Functions of pippy that the graphs of stages call."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.trees import describe, map_tensors
+
+_CUT: ContextVar[tuple[int, int | None]] = ContextVar("cut", default=(1, None))
+
+
+@contextmanager
+def cut_into(microbatches: int, rows: int | None) -> Iterator[None]:
+    """A context in which stages run micro-batches, so many, of a mini-batch with so many rows. Errors advise accordingly."""
+    token = _CUT.set((microbatches, rows))
+    try:
+        yield
+    finally:
+        _CUT.reset(token)
 
 
 def set_grad_mode(enabled: bool) -> bool:
@@ -45,8 +60,11 @@ def check_same(value: Any, other: Any, line: str = "") -> None:
         )
 
 
-def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
+def check_fixed(value: Any, fixed: Any, line: str = "", rows: int | None = None) -> None:
     """Raise if a value is not what it was while forward was traced, and Python asked for it.
+
+    A value that depends on the number of ``rows`` says how many the example had. No other example makes a micro-batch do what
+    the whole mini-batch does.
 
     >>> check_fixed(3, 3)
     >>> check_fixed(4, 3, "net.py:7, in forward")
@@ -54,16 +72,31 @@ def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
       ...
     pippy.ir.base.errors.InputError: forward asked for a value while it was traced, and went on for 3; now it is 4:
       net.py:7, in forward
-    What to do: make another Pipe with example arguments for which it is 4
-    """
+    What to do: make another Pipe with this call for its example
+    >>> with cut_into(2, rows=7):
+    ...     check_fixed(False, True, rows=7)
+    Traceback (most recent call last):
+      ...
+    pippy.ir.base.errors.InputError: forward depends on the number of rows. It asked for a value while it was traced, and went on for True; now it is False; What to do: run one micro-batch, chunks=1
+    """  # noqa: E501
     kinds = [next((kind for kind in (tuple, list) if isinstance(each, kind)), type(each)) for each in (value, fixed)]
     if kinds[0] is not kinds[1] or value != fixed:
         now = describe(value) if isinstance(value, torch.Tensor) else repr(value)
         raise InputError(
-            f"forward asked for a value while it was traced, and went on for {fixed!r}; now it is {now}"
+            f"forward {'asked' if rows is None else 'depends on the number of rows. It asked'} for a value while it was "
+            f"traced, and went on for {fixed!r}; now it is {now}"
             + (f":\n  {line}\n" if line else "; ")
-            + f"What to do: make another Pipe with example arguments for which it is {now}"
+            + f"What to do: {_other_example(rows)}"
         )
+
+
+def _other_example(rows: int | None) -> str:
+    """The advice where forward would go on in another way than for the example, which had so many rows if they decide."""
+    microbatches, of_batch = _CUT.get()
+    if rows is None or microbatches == 1:
+        return "make another Pipe with this call for its example"
+    example = "" if rows == of_batch else f", of a Pipe whose example has all {of_batch} rows"
+    return f"run one micro-batch, chunks=1{example}"
 
 
 def check_all_true(valid: torch.Tensor, line: str = "") -> None:

@@ -14,7 +14,7 @@ from pippy.ir.base.brief import brief, some
 from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import misfits
-from pippy.ir.base.trees import describe
+from pippy.ir.base.trees import describe, tensors
 from pippy.ir.call.target import target_name
 from pippy.ir.trace.fake_results import FakeResults
 from pippy.ir.trace.replaced import replaced
@@ -106,7 +106,7 @@ class Example:
 
 
 def check_examples(args: object, kwargs: object) -> None:
-    """Refuse example arguments that are no tuple and no dict."""
+    """Refuse example arguments that are no tuple and no dict, and nested tensors in them."""
     if isinstance(args, Mapping):
         raise InputError(f"example_args is a {type(args).__name__}; arguments by their names are example_kwargs")
     if args is not None and not isinstance(args, (tuple, list)):
@@ -115,6 +115,11 @@ def check_examples(args: object, kwargs: object) -> None:
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(f"example_kwargs is a {type(kwargs).__name__}; give a dict from names of arguments to values")
+    if any(each.is_nested for each in tensors([*(args or ()), *(kwargs or {}).values()])):
+        raise InputError(
+            "the example has a nested tensor, of which there is none without numbers; pad it (torch.nested.to_padded_tensor), "
+            "or leave the example out"
+        )
 
 
 def call_of(model: nn.Module, concrete_args: Mapping[str, Any] | None, example: Example | None = None) -> Call:

@@ -1,7 +1,7 @@
 """Finds in a traced graph what forward asked of its inputs alone, so that it can be checked before a call runs."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -16,8 +16,11 @@ _METHODS = frozenset(
 )
 
 
-def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> InputChecks:
-    """The calls of `check_fixed` in a traced graph that depend on its inputs alone, and compute nothing with tensors."""
+def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool], of_rows: Mapping[fx.Node, int]) -> InputChecks:
+    """The calls of `check_fixed` in a traced graph that depend on its inputs alone, and compute nothing with tensors.
+
+    Those ``of_rows`` are given the number of rows of the example.
+    """
     known: set[fx.Node] = set()
     checks: list[fx.Node] = []
     for node in graph.nodes:
@@ -28,7 +31,8 @@ def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> InputChec
                 known.add(node)
     needed = _with_inputs(checks)
     steps = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
-    return InputChecks(tuple((node.name, _function(node), *_named((node.args, node.kwargs))) for node in steps))
+    calls = [(node, (*node.args, of_rows[node]) if node in of_rows else node.args) for node in steps]
+    return InputChecks(tuple((node.name, _function(node), *_named((args, node.kwargs))) for node, args in calls))
 
 
 def _is_cheap(node: fx.Node, is_tensor: bool) -> bool:

@@ -279,9 +279,9 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
     line = f"\n{where.excerpt()}" if where else ""
     return refused(
         TracingError(
-            f"forward enters or sets {what}, which a traced graph cannot hold; do so around the call of the Pipe, "
-            "or move the region into a module that the tracer treats as a "
-            f"leaf{f', or write {remedy}' if remedy else ''}{line}"
+            f"forward enters or sets {what}, which a traced graph cannot hold; take it out of forward, and put it around the "
+            "call of the Pipe; or move the region into a module that the tracer treats as a leaf; or, if it computes the loss, "
+            f"into a loss function of your own, which is called as a whole{f', or write {remedy}' if remedy else ''}{line}"
         )
     )
 

@@ -21,7 +21,6 @@ from pippy.ir.base.marks import (
 )
 from pippy.ir.base.names import named_state
 from pippy.ir.call.guards import Guards
-from pippy.ir.call.input_checks import InputChecks
 from pippy.ir.call.kinds import kind_of
 from pippy.ir.cut.assigned_buffers import write_early
 from pippy.ir.cut.views import connect_views
@@ -145,8 +144,9 @@ def _trace(
         recorded, call, identities = _answer_identities(model, tracer, call, before, recorded)
         finish_assigned(recorded.graph)
         attributes = recorded.attributes
+    of_rows: dict[fx.Node, int] = {}
     if call.is_example:
-        find_row_sizes(recorded.values, recorded.graph, attributes)
+        of_rows = find_row_sizes(recorded.values, recorded.graph, attributes)
         if varying := _kept_for_their_buffers(model, recorded.graph):
             return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
         note_bytes(recorded.values, recorded.graph)
@@ -157,7 +157,7 @@ def _trace(
     flags = {} if call.is_example else {name: value for name, value in call.known_inputs.items() if type(value) is bool}
     traced.guards = Guards(
         kinds,
-        recorded.asked,
+        asked_of(recorded.graph, recorded.values.is_tensor, of_rows),
         one=tuple(identities.one),
         different=tuple(identities.different),
         flags=flags,
@@ -167,6 +167,8 @@ def _trace(
     traced.modes.after = flags_after_train(model)
     if reads:
         _follow_modes(traced, tracer, call, reads)
+    for node, rows in of_rows.items():  # now: graphs of two modes are compared without
+        node.args = (*node.args, rows)
     if call.is_example and kept_whole is None and _are_small(model, traced.differing):
         reason = "it does something else in training than in evaluation"
         return _trace(model, tracer, call, {**traced.kept_whole, **dict.fromkeys(sorted(traced.differing), reason)})
@@ -211,7 +213,6 @@ class _Recorded:
 
     graph: fx.Graph
     kept_whole: KeptWhole
-    asked: InputChecks
     values: Values
     asked_by_name: AskedByIs
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -230,7 +231,6 @@ def _answer_identities(
     identities.find()
     identities.fix_flags()
     identities.find_defaults()
-    identities.recorded.asked = asked_of(identities.recorded.graph, identities.recorded.values.is_tensor)
     return identities.recorded, identities.call, identities
 
 
@@ -307,7 +307,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
     attributes = _target_values(model, graph, state, calls.kept_whole.attributes)
-    return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values, asked, attributes)
+    return _Recorded(graph, calls.kept_whole, values, asked, attributes)
 
 
 def _refuse_backward_hooks(path: str, follow: Callable[[], Any]) -> Any:

@@ -8,10 +8,13 @@ import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
+from pippy.ir.base.errors import TracingError
 from pippy.ir.base.names import first_names, named_state
+from pippy.ir.base.trees import children, describe
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.trace.proxies import RecordingProxy, StateProxy, is_made_in_forward
+from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.transformers import TRACED_THROUGH
 from pippy.ir.trace.values import has_example
 
@@ -31,6 +34,22 @@ def _place(tensor: torch.Tensor) -> Any:
     return (
         object() if memory is None else (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     )
+
+
+def _not_registered(parameter: nn.Parameter, model: nn.Module) -> TracingError:
+    """The error for a parameter that no module knows of: most often it is in a list."""
+    places = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if any(each is parameter for each in children(held) or ())
+    ]
+    remedy = "make it in __init__, and keep it as an attribute of a module"
+    if places:
+        remedy = (
+            f"make {places[0]} an nn.ParameterList, or an nn.ParameterDict if it has keys; nn.Module looks into these"
+        )
+    return TracingError(f"forward uses a parameter of {describe(parameter)} that no module has registered; {remedy}")
 
 
 class PipeTracer(fx.Tracer):
@@ -87,6 +106,8 @@ class PipeTracer(fx.Tracer):
             return a.item()
         if numpy is not None and isinstance(a, numpy.ndarray):
             return super().create_arg(torch.from_numpy(a.copy()))
+        if isinstance(a, nn.Parameter) and id(a) not in self._state_names:
+            raise refused(_not_registered(a, self.root))
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
             data_of = None if id(a) in self._state_names else self._state_places.get(_place(a))
             if data_of is not None:  # `parameter.data`

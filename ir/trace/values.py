@@ -37,7 +37,7 @@ from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.base.marks import recording_splits
 from pippy.ir.base.node_notes import BYTES, NO_GRADIENT, ROW_SIZES
 from pippy.ir.base.trees import leaves, map_leaves, tensors
-from pippy.ir.call.row_sizes import compare_rows
+from pippy.ir.call.row_sizes import RowSize, compare_rows
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
@@ -279,16 +279,21 @@ def _lose_mark(module: nn.Module) -> None:
     )
 
 
-def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
-    """Note at each node how its value depends on the rows of the inputs: the values are found for one row more."""
+def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> dict[fx.Node, int]:
+    """Note at each node how its value depends on the rows of the inputs: the values are found for one row more.
+
+    Returns the checks of what Python was told of the number of rows, each with that number.
+    """
     inputs = values.known_inputs
     counts = Counter(each.shape[0] for value in inputs.values() for each in tensors(value) if each.dim())
     if not counts:
-        return
+        return {}
     rows = counts.most_common(1)[0][0]
 
     others = values.longer(rows, attributes)
     holding = set[fx.Node]()  # what depends on the values that the rows hold
+    counting = set[fx.Node]()  # numbers that depend on how many rows there are
+    checks: dict[fx.Node, int] = {}
     for node in graph.nodes:
         value = values.of(node)
         may_hold = value is UNKNOWN or any(True for _ in tensors(value))
@@ -297,6 +302,12 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
         if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
             dependence = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
             ROW_SIZES.put(node, dependence)
+            is_number = not may_hold and type(dependence) is not tuple
+            if is_number and (type(dependence) is RowSize or not counting.isdisjoint(node.all_input_nodes)):
+                counting.add(node)
+        if node.target is check_fixed and node.args[0] in counting:
+            checks[node] = rows
+    return checks
 
 
 def note_bytes(values: Values, graph: fx.Graph) -> None:

@@ -8,7 +8,8 @@
       fewer if others have done the same work
     4 its value is detached and kept until its last use                                 _Run
 
-Values are detached from one another, so only one operation's graph is alive at a time.
+Values are detached from one another, so only one operation's graph is alive at a time. An operation that fails so, as
+`torch.autograd.grad` does, is run after all those before it, as forward runs it. Its time is known then, and nothing else.
 """
 
 import sys
@@ -122,12 +123,14 @@ class _Run:
         self.parts = {part.begin: part for part in parts_of(list(traced.graph.nodes))}
         self.around = 0  # how many checkpointed parts have begun that have not ended
         self.timed: list[_Timed] = []
+        self.whole: _Whole | None = None
 
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
         """Walk over the graph."""
         numbered = operations(self.traced)
         progress = ProfileProgress(len(numbered) + (loss_fn is not None), shown)
         expired = values_to_free(list(self.traced.graph.nodes))
+        self.whole = _Whole(self.traced, inputs)
         try:
             for node in self.traced.graph.nodes:
                 if node.op == "placeholder":  # a copy: an operation may change it in place
@@ -168,18 +171,17 @@ class _Run:
         held = [self.traced.attributes[str(root.target)] for root in roots if root.op == "get_attr"]
 
         def call(arguments: Any) -> Any:
-            args, kwargs = arguments
-            if module is not None:
-                return module(*args, **kwargs)
-            if isinstance(node.target, str):
-                return getattr(args[0], node.target)(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)
+            return _called(module or node.target, *arguments)
 
         with self.state.watching([*needs, *held]), explain_operation_errors(node):
             enabled = torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)
             with torch.set_grad_enabled(enabled):
                 trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
-                value, cost = trial.measure(module or node.target)
+                try:
+                    value, cost = trial.measure(module or node.target)
+                except Exception:
+                    assert self.whole is not None
+                    value, cost = self.whole.measure(node)
             self._put(node, value)
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
@@ -230,6 +232,39 @@ class _Run:
         with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.profile.loss = trial.measure()[1]
+
+
+class _Whole:
+    """The operations as forward runs them: each on the values that those before it have made, with their graph."""
+
+    def __init__(self, traced: Traced, inputs: Mapping[str, Any]) -> None:
+        self.traced, self.inputs, self.rest = traced, inputs, iter(traced.graph.nodes)
+        self.values: dict[fx.Node, Any] = {}
+
+    def measure(self, node: fx.Node) -> tuple[Any, OperationCost]:
+        """The value of an operation that comes after all that were measured, and its cost, of which the time is known."""
+        for each in self.rest:
+            begin = time.perf_counter_ns()
+            self.values[each] = self._value(each)
+            if each is node:
+                break
+        return self.values[node], OperationCost(time.perf_counter_ns() - begin)
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return map_tensors(_copied, self.inputs[node.name])
+        if node.op == "get_attr":
+            return self.traced.attributes[str(node.target)]
+        args, kwargs = map_nodes(self.values.__getitem__, (node.args, node.kwargs))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)):
+            return _called(
+                self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target, args, kwargs
+            )
+
+
+def _called(function: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives: a module or a function, or a method by its name."""
+    return getattr(args[0], function)(*args[1:], **kwargs) if isinstance(function, str) else function(*args, **kwargs)
 
 
 @dataclass
@@ -335,9 +370,8 @@ def explain_operation_errors(node: fx.Node | None) -> Iterator[None]:
     except Exception as error:
         what = "the loss" if node is None else f"{node.name}\n{source.excerpt_of(node)}"
         raise BalanceError(
-            f"profiling failed: {type(error).__name__}: {error}\nin {what}\n"
-            "What to do: see that example_args (and example_kwargs) are arguments that the model runs with, one micro-batch "
-            "of them; or use a split that runs nothing, 'parameters' for example"
+            f"the model was run with the example to measure it, and failed: {type(error).__name__}: {error}\nin {what}\n"
+            "What to do: give example_args and example_kwargs that the model itself can be called with, one micro-batch of them"
         ) from error
 
 

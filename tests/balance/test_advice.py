@@ -163,11 +163,11 @@ ROWS = [
         {"num_stages": 2, "split": "uniform"},
     ),
     (
-        "or use a split that runs nothing, 'parameters' for example",
+        "that the model itself can be called with, one micro-batch of them",
         lambda: nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4)),
         {"num_stages": 2, "example_args": (torch.tensor([7]),)},
         blocks,
-        {"num_stages": 2, "split": "parameters"},
+        {"num_stages": 2, **E},
     ),
 ]
 

@@ -574,3 +574,59 @@ class Routed(nn.Module):
 
 def test_whole_numbers_beside_a_tensor_that_is_changed_want_no_gradient():
     profile(trace(Routed()), {"x": torch.randn(3, 4, requires_grad=True)}, timed=False)
+
+
+class Penalty(nn.Module):
+    """A critic with a penalty on its gradients, as in WGAN-GP: `autograd.grad` takes what several operations have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, real, fake):
+        difference = self.critic(fake).mean() - self.critic(real).mean()
+        mixed = (0.25 * real + 0.75 * fake).requires_grad_()
+        score = self.critic(mixed)
+        (gradient,) = torch.autograd.grad(score, mixed, torch.ones_like(score), create_graph=True)
+        return difference + 10 * (gradient.norm(2, 1) - 1).square().mean()
+
+
+class Forces(nn.Module):
+    """Derivatives of each row, which `vmap` and `grad` compute in one operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.last = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(3, 1)
+
+    def forward(self, x, y):
+        forces = torch.func.vmap(torch.func.grad(lambda row: self.energy(row).sum()))(x)
+        return (self.last(forces) * y).mean()
+
+
+class SameObject(nn.Module):
+    """Asks whether two values are one object, as they are not where each operation is run alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x, y):
+        x = self.norm(self.first(x))
+        same = x.to(torch.float64)
+        x = self.last(x) if same is x else self.last(-x)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("kind", [Penalty, Forces, SameObject])
+def test_what_cannot_run_alone_runs_after_all_before_it(kind, in_float64, seeded):
+    model, args = kind(), (torch.randn(5, 3), torch.randn(5, 3))
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, num_stages=2, split="parameters", example_args=args, output_loss_value_spec=True)
+    assert pipe.num_stages == 2
+    assert_same(model.state_dict(), plain.state_dict(), "state")
+    assert all(each.grad is None for each in model.parameters())
+    loss = plain(*args)
+    loss.backward()
+    torch.testing.assert_close(pipe(*args), loss.detach())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, msg=name)

@@ -1,16 +1,329 @@
-"""What errors about rows and about changes in forward say to do gives the plain model's numbers."""
+"""What errors about rows, and about what a model holds, say to do gives the plain model's numbers.
+
+Each row of the tables is what a user wrote, words of the error, and the advice as code. All advice is followed.
+"""
 
 import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy import (
+    MicroBatches,
+    PipelineDriver1F1B,
+    PippyError,
+    Replicate,
+    TensorChunkSpec,
+    pipe_split,
+    pipeline,
+)
 from pippy.errors import DriverError, MicrobatchError
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a user wrote: a model, a loss function, and the arguments of a step; ``plain`` ones for the plain model.
+
+    ``example`` are example arguments, or True for those of the step.
+    """
+
+    model: Any
+    loss: Any
+    inputs: tuple[Any, ...]
+    chunks: int = 2
+    example: Any = None
+    plain: tuple[Any, ...] | None = None
+    cut: dict[str, Any] = field(default_factory=dict)
+    driver: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, threads: Any) -> None:
+        """Run a step, and compare the loss and all gradients with the plain model's."""
+        torch.manual_seed(0)
+        model = self.model()
+        plain, inputs = copy.deepcopy(model), self.plain or self.inputs
+        example = self.inputs if self.example is True else self.example
+        pipe = pipeline(model, self.loss, example_args=example, **self.cut)
+        driver = PipelineDriver1F1B(pipe, threads, **self.driver)
+        try:
+            loss = driver.run(self.chunks, *self.inputs)
+            wanted = plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1])
+            wanted.backward()
+            torch.testing.assert_close(loss, wanted.detach())
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(driver.get_grad(name), parameter.grad, msg=name)
+        finally:
+            driver.close()
+
+
+class Graph(nn.Module):
+    """Each node adds up the rows of its neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x, edge_index):
+        x = self.first(x)
+        x = x + torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+        pipe_split()
+        return self.last(x)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+
+    def forward(self, images):
+        x = torch.stack([self.conv(each[None])[0].mean((1, 2)) for each in images])
+        pipe_split()
+        return self.head(x)
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        return self.last(x).log_softmax(-1)
+
+
+def ctc(output, target):
+    return F.ctc_loss(output.transpose(0, 1), target[0], torch.full((len(output),), output.shape[1]), target[1])
+
+
+class Recurrent(nn.Module):
+    """Sequences are along the first dimension, as by default in torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.last = nn.GRU(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        x = self.gru(x)[0]
+        pipe_split()
+        return self.last(x[-1])
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.pooled(self.last(x))
+
+    def pooled(self, x):
+        return x.sum(1)
+
+
+class Ragged(Padded):
+    def pooled(self, x):
+        return super().pooled(torch.nested.to_padded_tensor(x, 0.0))
+
+
+class Held(nn.Module):
+    """Multiplies by parameters that it keeps in a container, or calls layers that it keeps so."""
+
+    def __init__(self, keep, make, use):
+        super().__init__()
+        self.first, self.last, self.use = nn.Linear(3, 3), nn.Linear(3, 4), use
+        self.held = keep([make(), make()])
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        for key in self.held.keys() if hasattr(self.held, "keys") else range(2):
+            x = self.use(x, self.held[key])
+        return self.last(x)
+
+
+def scaled(keep):
+    return lambda: Held(keep, lambda: nn.Parameter(torch.randn(3)), torch.mul)
+
+
+def layered(keep):
+    return lambda: Held(keep, lambda: nn.Linear(3, 3), lambda x, layer: layer(x))
+
+
+def by_name(kind):
+    return lambda items: kind(dict(zip("ab", items)))
+
+
+class Asks(nn.Module):
+    """Asks how many rows there are, of an input or of a hidden value, and goes on differently."""
+
+    def __init__(self, of_input, ask):
+        super().__init__()
+        self.first, self.last, self.of_input, self.ask = nn.Linear(3, 5), nn.Linear(5, 4), of_input, ask
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        pipe_split()
+        return self.last(self.ask(h, len(x) if self.of_input else h.shape[0]))
+
+
+torch.manual_seed(0)
+ROWS, LABELS = torch.randn(6, 3, dtype=torch.float64), torch.randint(0, 4, (6,))
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [5, 4, 3, 2, 1, 0, 3, 5]])
+IMAGES = [torch.randn(3, 6 + size, 5, dtype=torch.float64) for size in range(6)]
+SOUNDS, LENGTHS = torch.randn(6, 10, 3, dtype=torch.float64), torch.tensor([2, 3, 1, 4, 2, 3])
+LETTERS = torch.randint(1, 6, (15,))
+PADDED = nn.utils.rnn.pad_sequence(LETTERS.split(LENGTHS.tolist()), batch_first=True)
+LONG, SQUARE = torch.randn(5, 6, 3, dtype=torch.float64), torch.randn(6, 6, 3, dtype=torch.float64)
+PARTS = [torch.randn(size + 1, 3, dtype=torch.float64) for size in range(6)]
+STRIDED, JAGGED = [torch.nested.nested_tensor(PARTS, layout=layout) for layout in (torch.strided, torch.jagged)]
+
+graph = Script(Graph, F.cross_entropy, (ROWS, EDGES, LABELS))
+images = Script(Images, F.cross_entropy, (IMAGES, LABELS), example=True)
+three = replace(images, inputs=(IMAGES[:3], LABELS[:3]), chunks=3)
+speech = Script(Speech, ctc, (SOUNDS, (LETTERS, LENGTHS)))
+long, square = [Script(Recurrent, F.cross_entropy, (x, LABELS)) for x in (LONG, SQUARE)]
+ragged = Script(Ragged, F.cross_entropy, (JAGGED, LABELS))
+strided = replace(ragged, inputs=(STRIDED, LABELS))
+pieces = replace(
+    images,
+    inputs=(MicroBatches([IMAGES[:3], IMAGES[3:]], dim=None), LABELS),
+    example=(IMAGES[:3], LABELS[:3]),
+    plain=images.inputs,
+)
+padded = replace(ragged, model=Padded, inputs=(torch.nested.to_padded_tensor(JAGGED, 0.0), LABELS))
+held = Script(scaled(list), F.cross_entropy, (ROWS, LABELS))
+
+
+def spec(script, **specs):
+    return replace(script, driver={"chunk_spec": specs})
+
+
+def whole(script, **changes):
+    return replace(script, chunks=1, **changes)
+
+
+ONE = "rows cannot be cut apart: run one micro-batch, chunks=1"
+ADVICE = [
+    ("edges of a graph", graph, ONE, [whole(graph)]),
+    ("edges, replicated as was said", spec(graph, edge_index=Replicate()), ONE, [whole(graph)]),
+    ("a list of images", images, "dim=None), of a Pipe whose example has one piece; or", [pieces, whole(images)]),
+    ("images, replicated", spec(images, images=Replicate()), ONE, [whole(images)]),
+    ("images with as many channels as rows", three, ONE, [whole(three)]),
+    (
+        "targets one after the other",
+        speech,
+        "Give a tensor of two dimensions, padded",
+        [replace(speech, inputs=(SOUNDS, (PADDED, LENGTHS))), whole(speech)],
+    ),
+    ("targets, replicated", spec(speech, target=(Replicate(), None)), ONE, [whole(speech)]),
+    (
+        "sequences first",
+        long,
+        "along dimension 1: chunk_spec={'x': TensorChunkSpec(1)}",
+        [spec(long, x=TensorChunkSpec(1))],
+    ),
+    (
+        "sequences first, as long as there are rows",
+        square,
+        "which is as long: chunk_spec={'x': TensorChunkSpec(1)}",
+        [spec(square, x=TensorChunkSpec(1)), whole(square)],
+    ),
+    ("a nested tensor", strided, "layout=torch.jagged), or pad it", [ragged, padded]),
+    (
+        "nested tensors in pieces",
+        replace(strided, inputs=(MicroBatches([STRIDED, STRIDED]), LABELS)),
+        "layout=torch.jagged)",
+        [
+            replace(
+                ragged,
+                inputs=(
+                    MicroBatches(
+                        [torch.nested.as_nested_tensor(PARTS[i : i + 3], layout=torch.jagged) for i in (0, 3)]
+                    ),
+                    LABELS,
+                ),
+                plain=ragged.inputs,
+            )
+        ],
+    ),
+    (
+        "an example with a nested tensor",
+        replace(ragged, example=True),
+        "pad it (torch.nested.to_padded_tensor), or leave the example out",
+        [replace(padded, example=True), ragged],
+    ),
+    ("a list of parameters", held, "make held an nn.ParameterList", [replace(held, model=scaled(nn.ParameterList))]),
+    (
+        "a dict of parameters",
+        replace(held, model=scaled(by_name(dict))),
+        "or an nn.ParameterDict if it has keys",
+        [replace(held, model=scaled(by_name(nn.ParameterDict)))],
+    ),
+    (
+        "a list of layers",
+        replace(held, model=layered(list)),
+        "nn.ModuleList",
+        [replace(held, model=layered(nn.ModuleList))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "advised"), [row[1:] for row in ADVICE], ids=[row[0] for row in ADVICE])
+@pytest.mark.filterwarnings("ignore:the first step was not checked")
+def test_advice(script, words, advised, threads):
+    with pytest.raises(PippyError) as caught:
+        script.run(threads)
+    assert words in str(caught.value)
+    for each in advised:
+        each.run(threads)
+
+
+QUESTIONS = {
+    "a branch": lambda h, rows: h * 2 if rows > 4 else h,
+    "the largest": lambda h, rows: h + h.topk(min(5, rows), 0).values.mean(),
+    "a loop": lambda h, rows: torch.stack([h[row] * row for row in range(rows)]),
+    "a number": lambda h, rows: h / int(rows),
+}
+ASKING = [
+    (f"{name}, of {'an input' * of_input or 'a value'}", of_input, ask)
+    for name, ask in QUESTIONS.items()
+    for of_input in (True, False)
+]
+
+
+@pytest.mark.parametrize(("of_input", "ask"), [row[1:] for row in ASKING], ids=[row[0] for row in ASKING])
+@pytest.mark.parametrize("rows", [6, 5])
+def test_forward_that_depends_on_the_number_of_rows(of_input, ask, rows, threads):
+    """Another example would make micro-batches run, each of which goes on in another way than the whole."""
+    script = Script(lambda: Asks(of_input, ask), F.cross_entropy, (ROWS, LABELS), example=(ROWS[:rows], LABELS[:rows]))
+    with pytest.raises(PippyError) as caught:
+        replace(script, chunks=4, driver={"check": False}).run(threads)
+    said = "What to do: run one micro-batch, chunks=1" + ", of a Pipe whose example has all 6 rows" * (rows != 6)
+    assert "forward depends on the number of rows" in str(caught.value)
+    assert said in str(caught.value).splitlines()
+    whole(script, example=True).run(threads)
+
+
+class Lengths(Speech):
+    def forward(self, x):
+        return super().forward(x if x.shape[1] > 4 else -x).mean(1)
+
+
+def test_another_length_is_no_matter_of_rows(threads):
+    """One micro-batch would not help."""
+    script = Script(Lengths, F.cross_entropy, (SOUNDS, LABELS), example=(SOUNDS[:, :3], LABELS))
+    with pytest.raises(PippyError, match="What to do: make another Pipe with this call for its example") as caught:
+        script.run(threads)
+    assert "number of rows" not in str(caught.value)
+    replace(script, example=True).run(threads)
 
 
 class Bag(nn.Module):

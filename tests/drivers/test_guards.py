@@ -1,5 +1,7 @@
 """A driver refuses a call for which forward would do something else, before anything is sent."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -54,7 +56,7 @@ class AsksForRows(nn.Module):
 @pytest.mark.parametrize(
     ("of_input", "error", "told"),
     [
-        (True, InputError, "These are the sizes of micro-batch 1, which has rows 3 to 5 of 6. If the model depends"),
+        (True, InputError, "These are the sizes of micro-batch 1, which has rows 3 to 5 of 6"),
         (False, StepError, r"stage 0, micro-batch 0, rows 0 to 2 of 6\)"),
     ],
 )
@@ -62,8 +64,10 @@ def test_rows_in_errors_are_those_of_the_call(of_input, error, told, threads):
     x, target = torch.ones(6, 4), torch.ones(6, 2)
     pipe = pipeline(AsksForRows(of_input), nn.MSELoss(), num_stages=2, split="parameters", example_args=(x, target))
     driver = PipelineDriver1F1B(pipe, threads)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=told) as caught:
         driver.run(2, x, target)
+    assert "forward depends on the number of rows" in str(caught.value)
+    assert re.search("What to do: run one micro-batch, chunks=1$", str(caught.value), re.MULTILINE)
     driver.run(1, x, target)
 
 

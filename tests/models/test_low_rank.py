@@ -10,16 +10,17 @@ from tests.models.hugging_face import MODELS, WORDS
 
 CASES = {
     "gpt2, last layer only": ("gpt2", ["c_attn"], [3], "1f1b", 2),
+    "gpt2, directions and magnitudes": ("gpt2", ["c_attn"], None, "1f1b", 2),
     "llama": ("llama", ["q_proj", "v_proj"], None, "zb_h1", 3),
 }
 
 
-def low_rank(name, targets, layers):
+def low_rank(name, targets, layers, dora=False):
     peft = pytest.importorskip("peft", reason="peft is in the extra 'dev'")  # here, as its import takes a second
     model = MODELS[name].make()
     torch.manual_seed(0)
     config = peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=targets, layers_to_transform=layers, init_lora_weights=False
+        r=2, lora_alpha=4, target_modules=targets, layers_to_transform=layers, init_lora_weights=False, use_dora=dora
     )
     return peft.get_peft_model(model, config).double()
 
@@ -27,10 +28,10 @@ def low_rank(name, targets, layers):
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_the_plain_model(case):
     name, targets, layers, schedule, chunks = CASES[case]
-    model, arguments = low_rank(name, targets, layers), MODELS[name].arguments()
+    model, arguments = low_rank(name, targets, layers, dora="magnitudes" in case), MODELS[name].arguments()
     plain = twin(model)
     pipe = pipeline(model, num_stages=4, split="parameters", example_kwargs=arguments)
-    assert pipe.num_stages == 4 and not pipe.kept_whole
+    assert pipe.num_stages == 4 and all("magnitude" in each for each in pipe.kept_whole)
     trained = [any(each.requires_grad for each in pipe.stage(index).parameters()) for index in range(4)]
     assert (trained == [False, False, False, True]) if layers else sum(trained) > 1
 

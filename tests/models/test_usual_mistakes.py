@@ -130,3 +130,51 @@ def test_labels_of_a_collator_are_counted_and_advice_that_counts_others_is_refus
     all_labels = PipelineDriver1F1B(pipe, driver.cluster, loss_reduction=lambda labels: (labels != -100).sum())
     with pytest.raises(MicrobatchError, match=re.escape("loss_reduction=lambda labels: (labels[:, 1:] != -100).sum()")):
         all_labels.run(3, input_ids=IDS, labels=labels)
+
+
+def speech():
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 12,
+    }
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+    names = [
+        "hidden_dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "feat_proj_dropout",
+        "final_dropout",
+        "layerdrop",
+    ]
+    config = transformers().Wav2Vec2Config(
+        **sizes, **convolutions, **positions, **dict.fromkeys(names, 0.0), mask_time_prob=0.0, ctc_loss_reduction="mean"
+    )
+    return transformers().Wav2Vec2ForCTC(config).double()
+
+
+def ctc(output, labels):
+    """As transformers computes it in forward."""
+    odds = output.logits.log_softmax(-1, dtype=torch.float32).transpose(0, 1)
+    sizes = [torch.full((len(labels),), size) for size in (len(odds), labels.shape[1])]
+    with torch.backends.cudnn.flags(enabled=False):
+        return torch.nn.functional.ctc_loss(odds, labels, sizes[0], sizes[1])
+
+
+def test_a_loss_under_flags_of_cudnn_is_computed_by_a_loss_function():
+    plain, sounds, labels = speech(), torch.randn(4, 400).double(), torch.randint(1, 12, (4, 5))
+    cut = {"num_stages": 2, "split": "parameters"}
+    with pytest.raises(TracingError, match="into a loss function of your own, which is called as a whole"):
+        pipeline(twin(plain), **cut, example_kwargs={"input_values": sounds[:2], "labels": labels[:2]})
+    pipe = pipeline(twin(plain), ctc, **cut, example_args=(sounds[:2], labels[:2]))
+    with thread_cluster(2) as threads:
+        driver = PipelineDriver1F1B(pipe, threads)
+        loss = plain(sounds, labels=labels).loss
+        loss.backward()
+        torch.testing.assert_close(driver.run(2, sounds, labels), loss.detach())
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(driver.get_grad(name), parameter.grad, msg=name)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pippy.drivers.batch.rows_apart import advising
 from pippy.drivers.driver.steps.results import Results, joined_micro_batches
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.session.command_log import PendingCommand
@@ -50,9 +51,10 @@ class RunningStep:
 
     def result(self) -> Any:
         """Wait for the step, and return what `run` returns."""
-        posted = self._posted
-        if posted is not None:
-            self._end(self._session.wait(posted))
+        posted, results = self._posted, self._results
+        if posted is not None and results is not None:
+            with advising(results.division):
+                self._end(self._session.wait(posted))
         return self._result
 
     def _end(self, answers: Mapping[int, StepResult]) -> None:
