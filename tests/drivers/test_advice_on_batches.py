@@ -312,6 +312,19 @@ def test_forward_that_depends_on_the_number_of_rows(of_input, ask, rows, threads
     whole(script, example=True).run(threads)
 
 
+class Modes(Asks):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.0, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_found_of_rows_is_no_difference_between_modes(training, threads):
+    model = Modes(False, QUESTIONS["a branch"])
+    pipe = pipeline(model.train(not training), F.cross_entropy, example_args=(ROWS, LABELS)).train(training)
+    driver = PipelineDriver1F1B(pipe, threads)
+    torch.testing.assert_close(driver.run(1, ROWS, LABELS), F.cross_entropy(model(ROWS), LABELS).detach())
+
+
 class Lengths(Speech):
     def forward(self, x):
         return super().forward(x if x.shape[1] > 4 else -x).mean(1)
