@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from exps.habits import reaching
 from exps.habits.changes import CHANGES, OPTIMIZERS
 from exps.habits.example import Example, Model
 from pippy import Pipe, PippyWarning, errors
@@ -222,6 +223,7 @@ class OnWorkers:
             self.pipes[dropout] = self.example.pipe(self.models[dropout])
         elif self.example.late_hooks:
             self.models[dropout].take_off_hooks()
+        reaching.ROOTS["model"] = self.models[dropout]  # another model was made since
 
 
 def run_steps(example: Example, script: Script, rows: Rows | None, numbers: Numbers) -> None:

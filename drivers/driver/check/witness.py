@@ -222,8 +222,7 @@ class Witness:
         try:
             yield changed
         finally:
-            same = [name for name, each in copies.items() if torch.equal(parameters[name].detach(), each)]
-            changed += [name for name in copies if name not in same]
+            changed += [name for name, each in copies.items() if not _same(parameters[name].detach(), each)]
             for name in changed:
                 parameters[name].data.copy_(copies[name])
             self._written = frozenset(changed) | (self._written or frozenset())
@@ -311,6 +310,10 @@ def turned_numbers(witness: Witness, division: Division, how: HowWitnessed) -> d
         key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
         for key, each in numbers.items()
     }
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) if one.layout is torch.strided else torch.equal(digest(one), digest(other))
 
 
 def _attributes(module: nn.Module) -> dict[str, torch.Tensor]:
