@@ -13,6 +13,8 @@ The balancer cuts where no constraint forbids it. The splitter raises the refusa
     the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
       holds it, if the user forbids copies                     transmitted
     what torch.utils.checkpoint runs                         a backward runs it again, in one stage
+    what torch.autograd.grad differentiates, and all that    a stage has an autograd graph of its own, which ends at
+      lies between that and what it is differentiated by       what the stage was given
 
 A stage may change a value that an earlier stage made, if nobody else relies on the change: then the stage takes a copy first.
 The constraint says so by a refusal that is None for such marks; the balancer avoids the copy all the same.
@@ -30,6 +32,7 @@ from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
+from pippy.ir.cut.ways import Ways
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
@@ -76,6 +79,7 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
         *search.of_tensors_that_only_travel(),
         *search.of_values_changed_in_place(),
         *search.of_checkpointed_parts(),
+        *search.of_gradients(),
     ]
     return [each for each in every if each.first < each.last]
 
@@ -154,6 +158,14 @@ class _Constraints:
         for part in parts_of(list(self.traced.graph.nodes)):
             why = "torch.utils.checkpoint runs them again in the backward"
             yield Constraint(self.number[part.begin], self.number[part.end], why, _refused_mark(part))
+
+    def of_gradients(self) -> Iterator[Constraint]:
+        ways = Ways(self.traced)
+        for at, node in enumerate(self.nodes):
+            way = ways.through(node)
+            if way:
+                why = f"{node.name} differentiates what they compute"
+                yield Constraint(way[0], at, why, _refused_way(self.traced, self.nodes, way[0], at))
 
     def _refused_statistics(self, uses: TensorUses) -> Callable[[Stages], PippyError]:
         def refusal(stages: Stages) -> PippyError:
@@ -253,6 +265,20 @@ def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
         "a mark lies inside of what torch.utils.checkpoint runs, and a stage runs that again as a whole in its backward.\n"
         f"the mark:\n{excerpt_of(mark)}\nthe part:\n{excerpt_of(part.begin)}\n"
         "What to do: move the mark before or after the call of torch.utils.checkpoint, or make that two calls"
+    )
+
+
+def _refused_way(traced: Traced, nodes: Sequence[fx.Node], first: int, last: int) -> Callable[[Stages], PippyError]:
+    order = list(traced.graph.nodes)
+    between = order[order.index(nodes[first]) : order.index(nodes[last])]
+    marks = [excerpt_of(node) for node in between if node.target is pipe_split]
+    return lambda stages: SplitError(
+        f"{stage_name(stages[last])} computes a gradient by torch.autograd.grad of what {stage_name(stages[first])} computes a "
+        "part of. The autograd graph of a stage ends at what the stage is given, so a part of the gradient would be missing.\n"
+        f"the gradient:\n{excerpt_of(nodes[last])}\nthe first operation that it goes through:\n{excerpt_of(nodes[first])}\n"
+        f"marked between these two:\n{chr(10).join(dict.fromkeys(marks))}\n"
+        "What to do: move the mark before the first operation, or behind the gradient; or take the marks away and give "
+        "num_stages, which cuts elsewhere"
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 
 from pippy.ir.base import source
 from pippy.ir.base.compiled_modules import following_compiled
@@ -65,6 +66,7 @@ _TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace
     tril_indices triu_indices zeros""".split()
 # These check what they are given as no proxy can be checked.
 _WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
+_APPLY = class_method(torch.autograd.Function.__dict__["apply"])
 
 
 class AutogradFunction:
@@ -76,7 +78,7 @@ class AutogradFunction:
         self.__module__ = function.__module__
 
     def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args)
+        return _APPLY(self.function, *args)  # not an `apply` of its class, whose operations are in the graph already
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AutogradFunction) and self.function is other.function
@@ -99,7 +101,8 @@ def _is_tensor(value: Any) -> bool:
 def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
     """A context in which ``tracer`` records of ``model`` what the table above says."""
     with ExitStack() as stack:
-        stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(_SingleLevelFunction, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(BackwardCFunction, "__init__", _refuse_unseen_apply))
         stack.enter_context(method_patched_here(torch.jit.ScriptFunction, "__call__", _recorded_scripted(tracer)))
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
         stack.enter_context(following_compiled())
@@ -250,16 +253,32 @@ class _RecordUntraced(OwnFunctionMode):
 
 
 def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
-    original = class_method(torch.autograd.Function.__dict__["apply"])
+    """What `torch.autograd.Function.apply` ends in. So one that was taken from its class before tracing ends here, too."""
+    original = class_method(torch._C._FunctionBase.__dict__["apply"])
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return record_reentrant(tracer, *args)
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith("torch.") and not any(map(_holds_proxy, args)):
             return original(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
 
     return apply
+
+
+def _refuse_unseen_apply(context: Any) -> None:
+    """Refuse to make the context of a custom function that no node stands for: its backward would be lost."""
+    function = context._forward_cls
+    if function.__module__.startswith("torch."):
+        return
+    where = source.of_frame(sys._getframe(1))
+    raise refused(
+        TracingError(
+            f"forward applies the autograd function {function.__name__} past torch.autograd.Function.apply, so its operations "
+            f"would be traced, and its backward would be lost:\n{where.excerpt() if where else ''}\n"
+            f"What to do: call {function.__name__}.apply(...)"
+        )
+    )
 
 
 def _recorded_scripted(tracer: fx.Tracer) -> Callable[..., Any]:
