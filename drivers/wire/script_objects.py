@@ -3,7 +3,6 @@
     object                                       how it travels
     ──────────────────────────────────────────   ─────────────────────────────────────────────────────────────────
     a function under `functools.lru_cache`       its function, and the options of an empty cache
-    a function of `torch.jit.script` or `trace`  its code; it arrives as a scripted module, which is called alike
     `torch.library.custom_op`, and its operator  its functions; the other process defines it where it has none
     a module in a module, `torch._C._functions`  the name of the importable module, and the attributes that lead there
 
@@ -13,7 +12,7 @@ A custom operator that a function reaches by name, as in `torch.ops.mylib.cube(x
 import functools
 import importlib
 import inspect
-import io
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
@@ -57,29 +56,18 @@ def _cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     return functools.lru_cache(**options)(function)
 
 
-def _of_scripted(function: Any) -> tuple[Any, ...]:
-    return _scripted, (function.save_to_buffer(),)
-
-
-def _scripted(code: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(code))
-
-
 def _of_module(module: ModuleType) -> tuple[Any, ...] | None:
-    root, _, path = module.__name__.partition(".")
-    if module.__name__ in sys.modules or root not in sys.modules or _inner_module(root, path) is not module:
+    name = module.__name__
+    if name in sys.modules or name.partition(".")[0] not in sys.modules or _inner_module(name) is not module:
         return None
-    return _inner_module, (
-        root,
-        path,
-        [op for op in OPDEFS.values() if module.__name__ == f"torch.ops.{op._namespace}"],
-    )
+    return _inner_module, (name, [op for op in OPDEFS.values() if name == f"torch.ops.{op._namespace}"])
 
 
-def _inner_module(root: str, path: str, _: object = None) -> Any:
+def _inner_module(name: str, _: object = None) -> Any:
+    root, *path = name.split(".")
     found: Any = importlib.import_module(root)
-    for name in path.split("."):
-        found = getattr(found, name, None)
+    for each in path:
+        found = getattr(found, each, None)
     return found
 
 
@@ -97,12 +85,11 @@ def _kernel(function: Any) -> Any:
 
 
 def _custom_op(name: str, schema: str, tags: list[str]) -> CustomOpDef:
-    known = OPDEFS.get(name)
-    if known is None or (name in _arrived and known._schema != schema):
-        _arrived[name] = known = CustomOpDef(
-            *name.split("::"), schema, lambda: None, [getattr(torch.Tag, tag) for tag in tags]
-        )
-    return known
+    if name in OPDEFS and name not in _arrived:
+        return OPDEFS[name]
+    namespace, _, own = name.partition("::")
+    _arrived[name] = CustomOpDef(namespace, own, schema, lambda: None, [getattr(torch.Tag, tag) for tag in tags])
+    return _arrived[name]
 
 
 def _put_functions(op: CustomOpDef, state: tuple[Any, ...]) -> None:
@@ -112,34 +99,29 @@ def _put_functions(op: CustomOpDef, state: tuple[Any, ...]) -> None:
         return
     op.__dict__.update(functions)
     for device, function in kernels.items():
-        if device in op._backend_fns:
-            op._backend_fns[device] = function
-        else:
-            op.register_kernel(device)(function)
+        op.register_kernel(device)(function)
     if vmap is not None:
         op.register_vmap(vmap)
     for device, dtype in autocast.items():
         op.register_autocast(device, dtype)
 
 
-def _of_operator(operator: Any) -> tuple[Any, ...] | None:
-    """An operator as its custom operator; an operator of torch is pickled by its name."""
-    name = operator._qualified_op_name if isinstance(operator, torch._ops.OpOverloadPacket) else operator._name
-    op = OPDEFS.get(name)
-    return None if op is None else (_operator, (op, type(operator)))
+def _of_operator(overload: torch._ops.OpOverload) -> tuple[Any, ...] | None:
+    """An operator by its definition; that of torch is pickled by its name."""
+    op = OPDEFS.get(overload._name)
+    return None if op is None else (operator.attrgetter("_opoverload"), (op,))
 
 
-def _operator(op: CustomOpDef, kind: type) -> Any:
-    overload = op._opoverload
-    return overload if kind is torch._ops.OpOverload else overload.overloadpacket
+def _of_packet(packet: torch._ops.OpOverloadPacket) -> tuple[Any, ...] | None:
+    op = OPDEFS.get(packet._qualified_op_name)
+    return None if op is None else (operator.attrgetter("_opoverload.overloadpacket"), (op,))
 
 
 _REDUCE: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {
     functools._lru_cache_wrapper: _of_cached,
-    torch.jit.ScriptFunction: _of_scripted,
     ModuleType: _of_module,
     torch._ops._OpNamespace: _of_module,
     CustomOpDef: _of_custom_op,
     torch._ops.OpOverload: _of_operator,
-    torch._ops.OpOverloadPacket: _of_operator,
+    torch._ops.OpOverloadPacket: _of_packet,
 }

@@ -163,7 +163,7 @@ class _Constraints:
         ways = Ways(self.traced)
         for at, node in enumerate(self.nodes):
             way = ways.through(node)
-            if way:
+            if len(way) > 1:
                 why = f"{node.name} differentiates what they compute"
                 yield Constraint(way[0], at, why, _refused_way(self.traced, self.nodes, way[0], at))
 

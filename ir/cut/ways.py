@@ -44,21 +44,21 @@ class Ways:
         outputs, inputs = self._ends(call)
         if not inputs:  # it computes none
             return []
-        sources, holders = self._same(inputs)
+        sources = self._flagged(inputs)
+        held = [self.traced.attributes[str(node.target)] for node in inputs if node.op == "get_attr"]
+        reached = {self.operations[number] for tensor in held for number in self.uses[id(tensor)].all}
         before = [node for node in self.place if self.place[node] < self.place[call]]
-        reached, needed = set(holders), set(outputs)
         for node in before:
-            is_source = _is_flag(node) and node in sources
-            if not (is_source or _has_no_gradient(node) or (sources | reached).isdisjoint(self._before(node))):
+            is_source = _has_no_gradient(node) or (_is_flag(node) and node in sources)
+            if not (is_source or (sources | reached).isdisjoint(self._before(node))):
                 reached.add(node)
+        way, needed = {call}, set(outputs)
         for node in reversed(before):
             if node in needed & reached:
+                way.add(node)
                 needed.update(self._before(node))
-        way = reached & needed
         # Who uses the tensor under the name that it had before it was flagged needs the flag in the same stage.
-        way |= {
-            flag for flag in filter(_is_flag, sources) if not (way | {call}).isdisjoint(flag.all_input_nodes[0].users)
-        }
+        way |= {flag for flag in filter(_is_flag, sources) if not way.isdisjoint(flag.all_input_nodes[0].users)}
         return [number for number, node in enumerate(self.operations) if node in way]
 
     def _ends(self, call: fx.Node) -> tuple[Nodes, Nodes]:
@@ -67,20 +67,17 @@ class Ways:
         if call.target is torch.autograd.grad:
             named = {**dict(zip(("outputs", "inputs"), call.args)), **call.kwargs}
             return _nodes_in(named["outputs"]), _nodes_in(named["inputs"])
-        code = self.traced.attributes[str(call.target)] if call.op == "call_module" else call.target
         given = [node for node in call.all_input_nodes if node.op != "get_attr"]
+        code = self.traced.attributes[str(call.target)] if call.op == "call_module" else call.target
         return (given, given) if len(given) > 1 and names_gradients(code) else ([], [])
 
-    def _same(self, inputs: Nodes) -> tuple[set[fx.Node], set[fx.Node]]:
-        """All nodes of the tensors of these nodes, and the calls of the modules that hold one of them."""
-        found = set(inputs)
-        held = [self.uses[id(self._attribute(node))] for node in inputs if node.op == "get_attr"]
-        for node in self.place:
-            if node.op == "get_attr" and any(uses.tensor is self._attribute(node) for uses in held):
-                found.add(node)
-            if _is_flag(node) and not found.isdisjoint([node, *node.all_input_nodes]):
+    def _flagged(self, values: Nodes) -> set[fx.Node]:
+        """With the nodes of the same tensors before and after `requires_grad_`."""
+        found = set(values)
+        for node in filter(_is_flag, self.place):
+            if not found.isdisjoint([node, *node.all_input_nodes]):
                 found.update([node, *node.all_input_nodes])
-        return found, {self.operations[number] for uses in held for number in uses.by_leaf}
+        return found
 
     def _before(self, node: fx.Node) -> Nodes:
         """What a node uses, and what has changed that in place before."""
@@ -88,15 +85,12 @@ class Ways:
         changes = [change for root, change in self.changes if root in roots and self.place[change] < self.place[node]]
         return [*node.all_input_nodes, *changes]
 
-    def _attribute(self, node: fx.Node) -> Any:
-        return self.traced.attributes[str(node.target)]
-
 
 def names_gradients(part: Any) -> bool:
     """Whether the code of a module or a function, or code that this reaches, names `torch.autograd.grad`.
 
-    >>> names_gradients(lambda x: torch.autograd.grad(x.sum(), x)), names_gradients(torch.relu), names_gradients(torch.nn.ReLU())
-    (True, False, False)
+    >>> names_gradients(lambda x: torch.autograd.grad(x.sum(), x)), names_gradients(torch.nn.ReLU())
+    (True, False)
     """
     functions = [each.value for each in reached_by(part, "part", kind=FunctionType)]
     return any(each is torch.autograd.grad or {"autograd", "grad"} <= names_of(each) for each in functions)

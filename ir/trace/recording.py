@@ -36,7 +36,7 @@ from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
-from pippy.ir.run.scripted_functions import ScriptedFunction
+from pippy.ir.run.called_functions import AutogradFunction, ScriptedFunction
 from pippy.ir.trace.c_calls import watching_c_calls
 from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.classes import answer_in, answering_classes
@@ -66,28 +66,6 @@ _TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace
     tril_indices triu_indices zeros""".split()
 # These check what they are given as no proxy can be checked.
 _WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
-_APPLY = class_method(torch.autograd.Function.__dict__["apply"])
-
-
-class AutogradFunction:
-    """The `apply` of a custom autograd function, in a form that a graph can call."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__module__ = function.__module__
-
-    def __call__(self, *args: Any) -> Any:
-        return _APPLY(self.function, *args)  # not an `apply` of its class, whose operations are in the graph already
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AutogradFunction) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash(self.function)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AutogradFunction, (self.function,)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -261,7 +239,7 @@ def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
             return record_reentrant(tracer, *args)
         if cls.__module__.startswith("torch.") and not any(map(_holds_proxy, args)):
             return original(cls, *args, **kwargs)
-        return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
+        return tracer.create_proxy("call_function", AutogradFunction(cls, cls.__name__), args, kwargs)
 
     return apply
 
