@@ -47,7 +47,8 @@ def operators_named_in(function: FunctionType) -> list[CustomOpDef]:
 
 
 def _of_cached(function: Any) -> tuple[Any, ...] | None:
-    if cloudpickle._lookup_module_and_qualname(function) is not None:
+    found = cloudpickle._lookup_module_and_qualname(function)
+    if found is not None and not cloudpickle._is_registered_pickle_by_value(found[0]):
         return None  # the other process can import it
     return _cached, (function.__wrapped__, function.cache_parameters())
 
@@ -58,7 +59,8 @@ def _cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 def _of_module(module: ModuleType) -> tuple[Any, ...] | None:
     name = module.__name__
-    if name in sys.modules or name.partition(".")[0] not in sys.modules or _inner_module(name) is not module:
+    is_imported = type(module) is ModuleType and name in sys.modules
+    if is_imported or name.partition(".")[0] not in sys.modules or _inner_module(name) is not module:
         return None
     return _inner_module, (name, [op for op in OPDEFS.values() if name == f"torch.ops.{op._namespace}"])
 
@@ -120,6 +122,7 @@ def _of_packet(packet: torch._ops.OpOverloadPacket) -> tuple[Any, ...] | None:
 _REDUCE: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {
     functools._lru_cache_wrapper: _of_cached,
     ModuleType: _of_module,
+    torch._ops._Ops: _of_module,
     torch._ops._OpNamespace: _of_module,
     CustomOpDef: _of_custom_op,
     torch._ops.OpOverload: _of_operator,

@@ -1,7 +1,7 @@
 """Functions that a graph calls as a whole: custom autograd functions, with their backward, and scripted functions.
 
-torch.fx writes the name of a function into its code, so each of them has one. A scripted function travels as its code, and arrives
-in another process as a scripted module, which is called alike.
+torch.fx writes the name of a function into its code, so each of them has one. A scripted function travels as its code. In
+another process it is a scripted module, which is called alike.
 """
 
 import copyreg
