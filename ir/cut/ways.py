@@ -38,6 +38,8 @@ class Ways:
         self.place = {node: place for place, node in enumerate(traced.graph.nodes)}
         mutations, self.roots = find_mutations(traced.graph, traced.attributes)
         self.changes = [(each.root, each.node) for each in mutations]
+        changing = {change for _, change in self.changes}  # whose result says nothing of what they write
+        self.ends = {node for node in self.place if node not in changing and _has_no_gradient(node)}
 
     def through(self, call: fx.Node) -> list[int]:
         """The numbers of the operations between the inputs and the outputs of a call that computes gradients."""
@@ -49,8 +51,8 @@ class Ways:
         reached = {self.operations[number] for tensor in held for number in self.uses[id(tensor)].all}
         before = [node for node in self.place if self.place[node] < self.place[call]]
         for node in before:
-            is_source = _has_no_gradient(node) or (_is_flag(node) and node in sources)
-            if not (is_source or (sources | reached).isdisjoint(self._before(node))):
+            is_source = _is_flag(node) and node in sources
+            if not (is_source or node in self.ends or (sources | reached).isdisjoint(self._before(node))):
                 reached.add(node)
         way, needed = {call}, set(outputs)
         for node in reversed(before):
