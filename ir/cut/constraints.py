@@ -32,7 +32,7 @@ from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
-from pippy.ir.cut.ways import Ways
+from pippy.ir.cut.ways import inner_gradients
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
@@ -160,12 +160,9 @@ class _Constraints:
             yield Constraint(self.number[part.begin], self.number[part.end], why, _refused_mark(part))
 
     def of_gradients(self) -> Iterator[Constraint]:
-        ways = Ways(self.traced)
-        for at, node in enumerate(self.nodes):
-            way = ways.through(node)
-            if len(way) > 1:
-                why = f"{node.name} differentiates what they compute"
-                yield Constraint(way[0], at, why, _refused_way(self.traced, self.nodes, way[0], at))
+        for call, way in inner_gradients(self.traced):
+            why = f"{call.name} differentiates what they compute"
+            yield Constraint(way[0], way[-1], why, self._refused_way(call, self.nodes[way[0]]))
 
     def _refused_statistics(self, uses: TensorUses) -> Callable[[Stages], PippyError]:
         def refusal(stages: Stages) -> PippyError:
@@ -234,6 +231,19 @@ class _Constraints:
 
         return refusal
 
+    def _refused_way(self, call: fx.Node, first: fx.Node) -> Callable[[Stages], PippyError]:
+        order = list(self.traced.graph.nodes)
+        marks = [node for node in order[order.index(first) : order.index(call)] if node.target is pipe_split]
+        return lambda stages: SplitError(
+            "forward computes a gradient by torch.autograd.grad of what several stages compute. A stage has an autograd graph "
+            "of its own, which ends at what the stage is given, so a part of the gradient would be missing.\n"
+            f"the gradient, in {stage_name(stages[self.number[call]])}:\n{excerpt_of(call)}\n"
+            f"the first operation that it goes through, in {stage_name(stages[self.number[first]])}:\n{excerpt_of(first)}\n"
+            + "".join(f"marked between these two:\n{excerpt_of(mark)}\n" for mark in marks)
+            + "What to do: move the mark before that operation, or behind the gradient; or take the marks away and give "
+            "num_stages"
+        )
+
 
 def _changes(mutation: Mutation) -> str:
     return f"{mutation.node.name} changes {mutation.target.name} in place"
@@ -265,20 +275,6 @@ def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
         "a mark lies inside of what torch.utils.checkpoint runs, and a stage runs that again as a whole in its backward.\n"
         f"the mark:\n{excerpt_of(mark)}\nthe part:\n{excerpt_of(part.begin)}\n"
         "What to do: move the mark before or after the call of torch.utils.checkpoint, or make that two calls"
-    )
-
-
-def _refused_way(traced: Traced, nodes: Sequence[fx.Node], first: int, last: int) -> Callable[[Stages], PippyError]:
-    order = list(traced.graph.nodes)
-    between = order[order.index(nodes[first]) : order.index(nodes[last])]
-    marks = [excerpt_of(node) for node in between if node.target is pipe_split]
-    return lambda stages: SplitError(
-        f"{stage_name(stages[last])} computes a gradient by torch.autograd.grad of what {stage_name(stages[first])} computes a "
-        "part of. The autograd graph of a stage ends at what the stage is given, so a part of the gradient would be missing.\n"
-        f"the gradient:\n{excerpt_of(nodes[last])}\nthe first operation that it goes through:\n{excerpt_of(nodes[first])}\n"
-        f"marked between these two:\n{chr(10).join(dict.fromkeys(marks))}\n"
-        "What to do: move the mark before the first operation, or behind the gradient; or take the marks away and give "
-        "num_stages, which cuts elsewhere"
     )
 
 

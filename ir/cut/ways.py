@@ -10,6 +10,7 @@ A change in place is on the ways of all that uses the changed tensor later. No w
 by any other, if its code names `torch.autograd.grad`.
 """
 
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -30,9 +31,29 @@ _NO_GRADIENT = frozenset(
 )
 
 
-class Ways:
-    """The ways of gradients in a traced graph."""
+def inner_gradients(traced: Traced) -> Iterator[tuple[fx.Node, list[int]]]:
+    """The calls that compute gradients, with the numbers of the operations on the way, the call among them."""
+    ways = None
+    for call in operations(traced):
+        outputs, inputs = _ends(traced, call)
+        if inputs:
+            ways = ways or _Ways(traced)
+            yield call, ways.between(inputs, outputs, call)
 
+
+def _ends(traced: Traced, call: fx.Node) -> tuple[Nodes, Nodes]:
+    """The outputs and the inputs of a call that computes gradients; none of any other call."""
+    if call.target is getattr and call.args[1] == "grad":  # written by .backward()
+        return list(traced.graph.find_nodes(op="call_method", target="backward")), call.all_input_nodes
+    if call.target is torch.autograd.grad:
+        named = {**dict(zip(("outputs", "inputs"), call.args)), **call.kwargs}
+        return _nodes_in(named["outputs"]), _nodes_in(named["inputs"])
+    given = [node for node in call.all_input_nodes if node.op != "get_attr"]
+    code = traced.attributes[str(call.target)] if call.op == "call_module" else call.target
+    return (given, given) if len(given) > 1 and names_gradients(code) else ([], [])
+
+
+class _Ways:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.uses, self.operations = traced, uses_of_tensors(traced), operations(traced)
         self.place = {node: place for place, node in enumerate(traced.graph.nodes)}
@@ -41,11 +62,7 @@ class Ways:
         changing = {change for _, change in self.changes}  # whose result says nothing of what they write
         self.ends = {node for node in self.place if node not in changing and _has_no_gradient(node)}
 
-    def through(self, call: fx.Node) -> list[int]:
-        """The numbers of the operations between the inputs and the outputs of a call that computes gradients."""
-        outputs, inputs = self._ends(call)
-        if not inputs:  # it computes none
-            return []
+    def between(self, inputs: Nodes, outputs: Nodes, call: fx.Node) -> list[int]:
         sources = self._flagged(inputs)
         held = [self.traced.attributes[str(node.target)] for node in inputs if node.op == "get_attr"]
         reached = {self.operations[number] for tensor in held for number in self.uses[id(tensor)].all}
@@ -62,16 +79,6 @@ class Ways:
         # Who uses the tensor under the name that it had before it was flagged needs the flag in the same stage.
         way |= {flag for flag in filter(_is_flag, sources) if not way.isdisjoint(flag.all_input_nodes[0].users)}
         return [number for number, node in enumerate(self.operations) if node in way]
-
-    def _ends(self, call: fx.Node) -> tuple[Nodes, Nodes]:
-        if call.target is getattr and call.args[1] == "grad":  # written by .backward()
-            return list(self.traced.graph.find_nodes(op="call_method", target="backward")), call.all_input_nodes
-        if call.target is torch.autograd.grad:
-            named = {**dict(zip(("outputs", "inputs"), call.args)), **call.kwargs}
-            return _nodes_in(named["outputs"]), _nodes_in(named["inputs"])
-        given = [node for node in call.all_input_nodes if node.op != "get_attr"]
-        code = self.traced.attributes[str(call.target)] if call.op == "call_module" else call.target
-        return (given, given) if len(given) > 1 and names_gradients(code) else ([], [])
 
     def _flagged(self, values: Nodes) -> set[fx.Node]:
         """With the nodes of the same tensors before and after `requires_grad_`."""

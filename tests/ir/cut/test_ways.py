@@ -187,8 +187,8 @@ def test_the_error_names_the_gradient_the_operation_and_the_mark_and_the_advice_
         "submod_1 computes a gradient by torch.autograd.grad of what submod_0 computes a part of."
     )
     at = {line: lines[number + 2].strip() for number, line in enumerate(lines[:-2])}
-    assert at["the gradient:"] == "force = grad(net.energy(hidden).sum(), x, create_graph=True)[0]"
-    assert at["the first operation that it goes through:"] == "hidden = torch.tanh(net.hidden(x))"
+    assert at["the gradient, in submod_1:"] == "force = grad(net.energy(hidden).sum(), x, create_graph=True)[0]"
+    assert at["the first operation that it goes through, in submod_0:"] == "hidden = torch.tanh(net.hidden(x))"
     assert at["marked between these two:"] == "pipe_split()"
 
     def behind(net, x):
