@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pippy.drivers.base.errors import PackingError
+from pippy.drivers.wire import script_objects
 from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import describe
 from pippy.ir.record.reached import is_own_code, reached_by
@@ -183,6 +184,8 @@ class _ByNamePickler(_SetsAside):
     def _reduced(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)) and obj.__module__.partition(".")[0] not in _EVERYWHERE:
             raise _NotEverywhere
+        if script_objects.reduced(obj) is not None:
+            raise _NotEverywhere
         return NotImplemented
 
 
@@ -190,9 +193,7 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
     """Classes and functions of ``__main__`` travel as their code."""
 
     def _reduced(self, obj: Any) -> Any:
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # torch.backends.cudnn, say
-            return import_module, (obj.__name__,)
-        return cloudpickle.Pickler.reducer_override(self, obj)
+        return script_objects.reduced(obj) or cloudpickle.Pickler.reducer_override(self, obj)
 
     def _function_getnewargs(self, func: FunctionType) -> tuple[Any, ...]:
         """As cloudpickle's, but without the name of the module among the function's globals.
@@ -202,6 +203,8 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
         """
         found = super()._function_getnewargs(func)
         found[1].pop("__name__", None)
+        if operators := script_objects.operators_named_in(func):
+            found[1]["__operators__"] = operators
         return found
 
 

@@ -13,6 +13,8 @@ The balancer cuts where no constraint forbids it. The splitter raises the refusa
     the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
       holds it, if the user forbids copies                     transmitted
     what torch.utils.checkpoint runs                         a backward runs it again, in one stage
+    what torch.autograd.grad differentiates, and all that    a stage has an autograd graph of its own, which ends at
+      lies between that and what it is differentiated by       what the stage was given
 
 A stage may change a value that an earlier stage made, if nobody else relies on the change: then the stage takes a copy first.
 The constraint says so by a refusal that is None for such marks; the balancer avoids the copy all the same.
@@ -30,6 +32,7 @@ from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
+from pippy.ir.cut.ways import inner_gradients
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
@@ -76,6 +79,7 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
         *search.of_tensors_that_only_travel(),
         *search.of_values_changed_in_place(),
         *search.of_checkpointed_parts(),
+        *search.of_gradients(),
     ]
     return [each for each in every if each.first < each.last]
 
@@ -155,6 +159,11 @@ class _Constraints:
             why = "torch.utils.checkpoint runs them again in the backward"
             yield Constraint(self.number[part.begin], self.number[part.end], why, _refused_mark(part))
 
+    def of_gradients(self) -> Iterator[Constraint]:
+        for call, way in inner_gradients(self.traced):
+            why = f"{call.name} differentiates what they compute"
+            yield Constraint(way[0], way[-1], why, self._refused_way(call, self.nodes[way[0]]))
+
     def _refused_statistics(self, uses: TensorUses) -> Callable[[Stages], PippyError]:
         def refusal(stages: Stages) -> PippyError:
             callers: dict[str, set[int]] = {}
@@ -221,6 +230,19 @@ class _Constraints:
             )
 
         return refusal
+
+    def _refused_way(self, call: fx.Node, first: fx.Node) -> Callable[[Stages], PippyError]:
+        order = list(self.traced.graph.nodes)
+        marks = [node for node in order[order.index(first) : order.index(call)] if node.target is pipe_split]
+        return lambda stages: SplitError(
+            "forward computes a gradient by torch.autograd.grad of what several stages compute. A stage has an autograd graph "
+            "of its own, which ends at what the stage is given, so a part of the gradient would be missing.\n"
+            f"the gradient, in {stage_name(stages[self.number[call]])}:\n{excerpt_of(call)}\n"
+            f"the first operation that it goes through, in {stage_name(stages[self.number[first]])}:\n{excerpt_of(first)}\n"
+            + "".join(f"marked between these two:\n{excerpt_of(mark)}\n" for mark in marks)
+            + "What to do: move the mark before that operation, or behind the gradient; or take the marks away and give "
+            "num_stages"
+        )
 
 
 def _changes(mutation: Mutation) -> str:

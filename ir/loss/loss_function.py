@@ -12,7 +12,7 @@ return submod_1                        return _loss
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import LossError
 from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.surroundings import OwnFunctionMode
+from pippy.ir.base.trees import tensors
 from pippy.ir.cut.params import replica_of
 from pippy.ir.cut.uses import running_statistics
+from pippy.ir.cut.ways import names_gradients
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
@@ -42,6 +45,54 @@ class FunctionLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
+
+
+class WatchedLoss(FunctionLoss):
+    """A loss function whose code names `torch.autograd.grad`. The gradients that it computes may not lead into the model.
+
+    grad(critic(mixed).sum(), mixed)   mixed is made in the loss: as in the plain model
+    grad(output.sum(), x)              refused: the way from x to the model's output is in the stages
+    """
+
+    def forward(self, output: Any, target: Any) -> Any:
+        with _RefusingGradients(output):
+            return super().forward(output, target)
+
+
+class _RefusingGradients(OwnFunctionMode):
+    """Knows the leaves that a loss is given for the model's output, and refuses gradients that lead on into the model."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.given = {id(value): value for value in tensors(output) if value.requires_grad}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.autograd.grad:
+            self._check(*args[:2])
+        return function(*args, **(kwargs or {}))
+
+    def _check(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        reached, leaves = _leaves_below(outputs), {id(value) for value in inputs if value.is_leaf}
+        lead_on = self.given.keys() & reached - leaves
+        if lead_on and (leaves - reached or leaves & self.given.keys()):
+            raise LossError(
+                "the loss computes a gradient by torch.autograd.grad of the model's output, and the way to what it is "
+                "differentiated by leads through the stages, which have autograd graphs of their own.\n"
+                "What to do: compute that gradient in the model's forward, in one stage, and return it beside the output"
+            )
+
+
+def _leaves_below(outputs: Sequence[Any]) -> set[int]:
+    """The ids of the leaves that autograd knows a way to, from any of these tensors."""
+    found = {id(value) for value in outputs if value.is_leaf}
+    seen, waiting = set[Any](), [value.grad_fn for value in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))  # of the end of a way
+            waiting += [other for other, _ in node.next_functions]
+    return found
 
 
 def check_loss_function(loss_fn: object) -> None:
@@ -73,6 +124,7 @@ def attach_loss_function(
 ) -> None:
     """Add an input for the target and the call ``loss_fn(output, target)``, and return its result."""
     module = loss_fn if isinstance(loss_fn, nn.Module) else FunctionLoss(loss_fn)
+    module = WatchedLoss(loss_fn) if names_gradients(loss_fn) else module
     top, graph = compiled.split_gm, compiled.split_gm.graph
     output = graph.output_node()
     if not output.all_input_nodes:

@@ -9,6 +9,7 @@ import copyreg
 import importlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -175,7 +176,7 @@ def _portable(function: Callable[..., Any]) -> Any:
     except Exception:  # pickle has no one error for what it cannot write
         name = getattr(function, "__name__", "")
         for module in (getattr(function, "__module__", None), "torch", "torch._C._nn", "torch.nn.functional"):
-            if module and getattr(importlib.import_module(module), name, None) is function:
+            if getattr(sys.modules.get(str(module)), name, None) is function:
                 return _Named(module, name)
     return function
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pippy.ir.base import operations
-from pippy.ir.run.scripted_functions import ScriptedFunction
+from pippy.ir.run.called_functions import ScriptedFunction
 
 
 class Draws(Enum):

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 
 from pippy.ir.base import source
 from pippy.ir.base.compiled_modules import following_compiled
@@ -35,7 +36,7 @@ from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
-from pippy.ir.run.scripted_functions import ScriptedFunction
+from pippy.ir.run.called_functions import AutogradFunction, ScriptedFunction
 from pippy.ir.trace.c_calls import watching_c_calls
 from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.classes import answer_in, answering_classes
@@ -67,27 +68,6 @@ _TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace
 _WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
 
 
-class AutogradFunction:
-    """The `apply` of a custom autograd function, in a form that a graph can call."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__module__ = function.__module__
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AutogradFunction) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash(self.function)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AutogradFunction, (self.function,)
-
-
 def _is_tensor(value: Any) -> bool:
     if issubclass(type(value), fx.Proxy):
         known = value_of(value)
@@ -99,7 +79,8 @@ def _is_tensor(value: Any) -> bool:
 def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
     """A context in which ``tracer`` records of ``model`` what the table above says."""
     with ExitStack() as stack:
-        stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(_SingleLevelFunction, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(BackwardCFunction, "__init__", _refuse_unseen_apply))
         stack.enter_context(method_patched_here(torch.jit.ScriptFunction, "__call__", _recorded_scripted(tracer)))
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
         stack.enter_context(following_compiled())
@@ -250,16 +231,32 @@ class _RecordUntraced(OwnFunctionMode):
 
 
 def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
-    original = class_method(torch.autograd.Function.__dict__["apply"])
+    """What `torch.autograd.Function.apply` ends in. So one that was taken from its class before tracing ends here, too."""
+    original = class_method(torch._C._FunctionBase.__dict__["apply"])
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return record_reentrant(tracer, *args)
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith("torch.") and not any(map(_holds_proxy, args)):
             return original(cls, *args, **kwargs)
-        return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
+        return tracer.create_proxy("call_function", AutogradFunction(cls, cls.__name__), args, kwargs)
 
     return apply
+
+
+def _refuse_unseen_apply(context: Any) -> None:
+    """Refuse to make the context of a custom function that no node stands for: its backward would be lost."""
+    function = context._forward_cls
+    if function.__module__.startswith("torch."):
+        return
+    where = source.of_frame(sys._getframe(1))
+    raise refused(
+        TracingError(
+            f"forward applies the autograd function {function.__name__} past torch.autograd.Function.apply, so its operations "
+            f"would be traced, and its backward would be lost:\n{where.excerpt() if where else ''}\n"
+            f"What to do: call {function.__name__}.apply(...)"
+        )
+    )
 
 
 def _recorded_scripted(tracer: fx.Tracer) -> Callable[..., Any]:

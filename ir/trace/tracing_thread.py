@@ -8,6 +8,7 @@ torch.fx patches `nn.Module.__call__` and `nn.Module.__getattr__` for the whole 
 """
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -67,7 +68,7 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 @contextmanager
 def method_patched_here(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Like `patched_here`, for a method of a class, or a class method."""
-    original = owner.__dict__[name]
+    original = inspect.getattr_static(owner, name)
     if is_class_method(original):
         patched: Any = classmethod(_in_this_thread(class_method(original), replacement))
     else:
