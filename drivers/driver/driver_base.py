@@ -330,7 +330,7 @@ class PipelineDriverBase(ModelOnWorkers):
         ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
         ...     loss = driver.run(2, torch.ones(4, 2).double(), torch.ones(4, 1).double())
         ...     print(driver.checked)
-        the first step is the plain model's: 4 of 4 rows in 2 micro-batches, also with other targets: the loss and 4 gradients; ...
+        the first step is the plain model's: 4 of 4 rows in 2 micro-batches, also with other targets: the loss ...
         """
         return None if self.steps.first_step is None else self.steps.first_step.checked
 
