@@ -6,8 +6,8 @@
     torch.autograd.grad(energy, x)                        autograd.grad
 
 A change in place, as `requires_grad_` is one, is on the ways of all that uses the changed tensor later. No way leads through
-what carries no gradient: a `detach`, `torch.no_grad()`, a size, a comparison. A part that is called as a whole may differentiate
-any value that it is given by any other, if its code names `torch.autograd.grad`.
+what carries no gradient: a `detach`, `torch.no_grad()`, a size, a comparison. A part that is called as a whole may
+differentiate any value that it is given by any other, if its code names `torch.autograd.grad`.
 """
 
 from collections.abc import Iterator
