@@ -4,7 +4,8 @@
     ──────────────────────────────────────────   ─────────────────────────────────────────────────────────────────
     a function under `functools.lru_cache`       its function, and the options of an empty cache
     `torch.library.custom_op`, and its operator  its functions; the other process defines it where it has none
-    a module in a module, `torch._C._functions`  the name of the importable module, and the attributes that lead there
+    a module that another class has made, and    its name
+      one in a module, `torch._C._functions`
 
 A custom operator that a function reaches by name, as in `torch.ops.mylib.cube(x)`, travels with the function's code.
 """
@@ -36,7 +37,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     >>> make(*parts)(3), make(*parts).cache_parameters()
     (9, {'maxsize': 3, 'typed': False})
     """
-    reduce = _REDUCE.get(type(obj))
+    reduce = _of_module if isinstance(obj, ModuleType) else _REDUCE.get(type(obj))
     return None if reduce is None else reduce(obj)
 
 
@@ -59,8 +60,9 @@ def _cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 def _of_module(module: ModuleType) -> tuple[Any, ...] | None:
     name = module.__name__
-    is_imported = type(module) is ModuleType and name in sys.modules
-    if is_imported or name.partition(".")[0] not in sys.modules or _inner_module(name) is not module:
+    if name in sys.modules:
+        return None if type(module) is ModuleType else (importlib.import_module, (name,))
+    if name.partition(".")[0] not in sys.modules or _inner_module(name) is not module:
         return None
     return _inner_module, (name, [op for op in OPDEFS.values() if name == f"torch.ops.{op._namespace}"])
 
@@ -121,9 +123,6 @@ def _of_packet(packet: torch._ops.OpOverloadPacket) -> tuple[Any, ...] | None:
 
 _REDUCE: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {
     functools._lru_cache_wrapper: _of_cached,
-    ModuleType: _of_module,
-    torch._ops._Ops: _of_module,
-    torch._ops._OpNamespace: _of_module,
     CustomOpDef: _of_custom_op,
     torch._ops.OpOverload: _of_operator,
     torch._ops.OpOverloadPacket: _of_packet,

@@ -5,9 +5,9 @@
     energy = self.second(hidden).sum()                         │
     torch.autograd.grad(energy, x)                        autograd.grad
 
-A change in place is on the ways of all that uses the changed tensor later. No way leads through what carries no gradient: a
-`detach`, `torch.no_grad()`, a size, a comparison. A part that is called as a whole may differentiate any value that it is given
-by any other, if its code names `torch.autograd.grad`.
+A change in place, as `requires_grad_` is one, is on the ways of all that uses the changed tensor later. No way leads through
+what carries no gradient: a `detach`, `torch.no_grad()`, a size, a comparison. A part that is called as a whole may
+differentiate any value that it is given by any other, if its code names `torch.autograd.grad`.
 """
 
 from collections.abc import Iterator
@@ -58,35 +58,27 @@ class _Ways:
         self.traced, self.uses, self.operations = traced, uses_of_tensors(traced), operations(traced)
         self.place = {node: place for place, node in enumerate(traced.graph.nodes)}
         mutations, self.roots = find_mutations(traced.graph, traced.attributes)
-        self.changes = [(each.root, each.node) for each in mutations]
-        changing = {change for _, change in self.changes}  # whose result says nothing of what they write
+        changes = [(each.root, each.node) for each in mutations]
+        changing = {change for _, change in changes}  # whose result says nothing of what they write
         self.ends = {node for node in self.place if node not in changing and _has_no_gradient(node)}
+        self.flagged = {node: node.all_input_nodes[0] for node in self.place if node.target == "requires_grad_"}
+        self.changes = [*changes, *((root, flag) for flag, value in self.flagged.items() for root in self.roots[value])]
 
     def between(self, inputs: Nodes, outputs: Nodes, call: fx.Node) -> list[int]:
-        sources = self._flagged(inputs)
         held = [self.traced.attributes[str(node.target)] for node in inputs if node.op == "get_attr"]
         reached = {self.operations[number] for tensor in held for number in self.uses[id(tensor)].all}
         before = [node for node in self.place if self.place[node] < self.place[call]]
         for node in before:
-            is_source = _is_flag(node) and node in sources
-            if not (is_source or node in self.ends or (sources | reached).isdisjoint(self._before(node))):
+            if node not in self.ends and not reached.union(inputs).isdisjoint(self._before(node)):
                 reached.add(node)
         way, needed = {call}, set(outputs)
         for node in reversed(before):
             if node in needed & reached:
                 way.add(node)
                 needed.update(self._before(node))
-        # Who uses the tensor under the name that it had before it was flagged needs the flag in the same stage.
-        way |= {flag for flag in filter(_is_flag, sources) if not way.isdisjoint(flag.all_input_nodes[0].users)}
+        # The way may lead through the flagged tensor under its other name, which has the flag in the stage that sets it.
+        way |= {node for node in inputs if node in self.flagged and not way.isdisjoint(self.flagged[node].users)}
         return [number for number, node in enumerate(self.operations) if node in way]
-
-    def _flagged(self, values: Nodes) -> set[fx.Node]:
-        """With the nodes of the same tensors before and after `requires_grad_`."""
-        found = set(values)
-        for node in filter(_is_flag, self.place):
-            if not found.isdisjoint([node, *node.all_input_nodes]):
-                found.update([node, *node.all_input_nodes])
-        return found
 
     def _before(self, node: fx.Node) -> Nodes:
         """What a node uses, and what has changed that in place before."""
@@ -103,10 +95,6 @@ def names_gradients(part: Any) -> bool:
     """
     functions = [each.value for each in reached_by(part, "part", kind=FunctionType)]
     return any(each is torch.autograd.grad or {"autograd", "grad"} <= names_of(each) for each in functions)
-
-
-def _is_flag(node: fx.Node) -> bool:
-    return node.target == "requires_grad_"
 
 
 def _has_no_gradient(node: fx.Node) -> bool:

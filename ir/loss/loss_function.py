@@ -84,15 +84,13 @@ class _RefusingGradients(OwnFunctionMode):
 
 def _leaves_below(outputs: Sequence[Any]) -> set[int]:
     """The ids of the leaves that autograd knows a way to, from any of these tensors."""
-    found = {id(value) for value in outputs if value.is_leaf}
     seen, waiting = set[Any](), [value.grad_fn for value in outputs]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.add(id(getattr(node, "variable", None)))  # of the end of a way
             waiting += [other for other, _ in node.next_functions]
-    return found
+    return {id(getattr(end, "variable", end)) for end in (*seen, *outputs)}
 
 
 def check_loss_function(loss_fn: object) -> None:

@@ -176,7 +176,7 @@ def _portable(function: Callable[..., Any]) -> Any:
     except Exception:  # pickle has no one error for what it cannot write
         name = getattr(function, "__name__", "")
         for module in (getattr(function, "__module__", None), "torch", "torch._C._nn", "torch.nn.functional"):
-            if getattr(sys.modules.get(str(module)), name, None) is function:
+            if module and getattr(sys.modules.get(module), name, None) is function:
                 return _Named(module, name)
     return function
 

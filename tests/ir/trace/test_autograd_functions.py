@@ -8,6 +8,7 @@ import copy
 import functools
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,8 @@ class Around(torch.autograd.Function):
         return gradient * ctx.by * 11, None
 
 
-square, scaled, sort, linear, outer, around = (each.apply for each in (Square, Scaled, Sorted, Linear, Outer, Around))
+applies: Any = [each.apply for each in (Square, Scaled, Sorted, Linear, Outer, Around)]
+square, scaled, sort, linear, outer, around = applies
 table, bound = {"square": square}, functools.partial(scaled, by=3.0)
 imported = types.SimpleNamespace(square=square)
 past_the_door = torch._C._FunctionBase.__dict__["apply"].__get__(None, Square)
@@ -175,7 +177,7 @@ def with_sorted(net, x):
     return values + 0 * order
 
 
-ROWS = {
+ROWS: dict[str, Any] = {
     "by its class": lambda net, x: Square.apply(x),
     "a name at the top of a file": lambda net, x: square(x),
     "an attribute of a module": lambda net, x: net.function(x),
