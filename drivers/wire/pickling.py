@@ -24,8 +24,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial, reduce
-from importlib import import_module
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import cloudpickle

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import describe
 from pippy.ir.record.code_reads import GONE, Read, assigned_attributes, code_reads, is_plain_value, reached_methods
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.reached import HOOK_ATTRIBUTES
 from pippy.ir.record.training_flags import TrainingFlags
 
-HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSORS = ("_parameters", "_buffers")
 _TABLES = (*_TENSORS, "_modules", *HOOK_ATTRIBUTES)
 _OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes that are no option of a module

@@ -1,33 +1,25 @@
-"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused with advice that works."""
+"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused; and the advice works."""
 
 import copy
-import gc
-import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from pippy import PipelineDriver, pipe_split, pipeline
-from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy import PipelineDriver, pipeline
+from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import named_state
-from pippy.ir.record.model_watch import ModelWatch
 from pippy.ir.trace.tracer import PipeTracer
 from tests.drivers.changed_scripts import (
     FOLLOWED,
     LOSSES,
     REFUSED,
-    Change,
     Net,
-    Script,
     Whole,
     batch,
-    fill,
     plain_script,
     reset,
-    set_here,
     trained,
 )
 
