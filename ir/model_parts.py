@@ -82,18 +82,6 @@ def put_loss_parameters(pipe: nn.Module, compiled: Compiled) -> None:
             install(holder, name, parameter, holder)
 
 
-def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
-    """Raise if a parameter of the Pipe was replaced by another tensor, which its stages do not have."""
-    ours = dict(named_state(pipe))
-    for name, places in compiled.qualnames.places.items():
-        if name in ours and ours[name] is not get_tensor(compiled.split_gm, places[0]):
-            raise ModeError(
-                f"{name!r} of the Pipe was replaced by another tensor (by functional_call, or by assigning a new "
-                "Parameter), but its stages still have the old one; change the tensor in place, or replace it in "
-                "the model and make a new Pipe"
-            )
-
-
 def check_dtypes(compiled: Compiled) -> None:
     """Raise if a program that torch.export made, into which the dtypes are written, has others now."""
     for name, dtype in compiled.guards.dtypes.items():

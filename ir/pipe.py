@@ -21,14 +21,13 @@ from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
     all_tensors,
     check_dtypes,
-    check_still_shared,
     constants_of,
     parts_come_first,
     put_loss_parameters,
     put_model_parts,
 )
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.module_hooks import ModuleHooks
+from pippy.ir.record.model_watch import ModelWatch
 from pippy.ir.record.traced import Traced
 from pippy.ir.reference import run_reference
 from pippy.ir.request import Cut, Request
@@ -43,12 +42,10 @@ from pippy.ir.trace.layers import Layers
 from pippy.ir.trace.sequential import trace_sequential
 from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
-from pippy.ir.training_flags import TrainingFlags
 from pippy.ir.verify.verify import check_rules
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
-_TRAINING_FLAGS = "pippy.training_flags"
-_MODULE_HOOKS = "pippy.module_hooks"
+_WATCH = "pippy.watch"
 _MODEL = "pippy.model"
 _EXAMPLE = "pippy.example"
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
@@ -75,18 +72,16 @@ class Pipe(nn.Module):
     torch.Size([8, 4])
     """
 
-    def __init__(self, traced: Traced, compiled: Compiled) -> None:
+    def __init__(self, traced: Traced, compiled: Compiled, loss: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.__dict__[_COMPILED] = compiled
         put_model_parts(self, traced.model, {id(value) for value in traced.attributes.values()})
         if compiled.target_name is not None:
             put_loss_parameters(self, compiled)
         self.training = traced.model.training
-        self.__dict__[_MODEL] = TracedModel(traced.model)
-        self.__dict__[_TRAINING_FLAGS] = flags = TrainingFlags()
-        flags.note(self, compiled, traced.model)
-        self.__dict__[_MODULE_HOOKS] = hooks = ModuleHooks()
-        hooks.note(self, compiled, traced.model)
+        self.__dict__[_MODEL] = TracedModel(traced.model, loss)
+        self.__dict__[_WATCH] = watch = ModelWatch()
+        watch.begin(self, compiled, traced.model, loss, traced.reads)
 
     @staticmethod
     def from_tracing(
@@ -142,6 +137,11 @@ class Pipe(nn.Module):
         traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
         return _made(traced, request)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled = compiled_of(self)
+        watch_of(self).begin(self, compiled, self, compiled.loss_module, ())
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)  # a part of the model
@@ -158,14 +158,12 @@ class Pipe(nn.Module):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODULE_HOOKS, _MODEL, _EXAMPLE})
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _WATCH, _MODEL, _EXAMPLE})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
         compiled = compiled_of(self)
-        follow_training_flags(self)
-        module_hooks_of(self).check(self)
-        follow_parameters(self)
+        follow_changes(self)
         inputs = bind(compiled, args, kwargs)
         check_guards(compiled, inputs)
         if any(not each.is_meta for each in tensors(inputs)) and any(each.is_meta for each in self.parameters()):
@@ -188,7 +186,7 @@ class Pipe(nn.Module):
             for path, part in module.named_modules():
                 user_name = compiled.remap_qualname(f"{stage}.{path}") if path else ""
                 part.training = compiled.modes.flag(user_name, mode)
-        self.__dict__[_TRAINING_FLAGS].set_mode(self, compiled, mode)
+        watch_of(self).flags.set_mode(self, compiled, mode)
         return self
 
     def draw(self, *args: Any, **kwargs: Any) -> Drawing:
@@ -303,15 +301,12 @@ def pipe_of(model: Any, request: Request) -> Pipe:
 
 
 def _made(traced: Traced, request: Request) -> Pipe:
-    pipe = Pipe(traced, compile_traced(traced, request))
-    pipe.__dict__[_MODEL].loss = request.loss_fn
-    return pipe
+    return Pipe(traced, compile_traced(traced, request), request.loss_fn)
 
 
 def pipe_alike(pipe: Pipe, traced: Traced, compiled: Compiled) -> Pipe:
     """A Pipe of another graph of the model that ``pipe`` was made from. It is called with the same example."""
-    alike = Pipe(traced, compiled)
-    alike.__dict__[_MODEL].loss = loss_of(pipe)
+    alike = Pipe(traced, compiled, loss_of(pipe))
     alike.__dict__[_EXAMPLE] = pipe.__dict__.get(_EXAMPLE)
     return alike
 
@@ -326,34 +321,34 @@ def _without_numbers(example: Example) -> Example:
 
 def modules_of_model(pipe: Pipe) -> list[nn.Module]:
     """The modules of this process that are, or stand for, modules of the user's model."""
-    modules = [*pipe.modules(), *pipe.__dict__[_TRAINING_FLAGS].modules()]
+    modules = [*pipe.modules(), *watch_of(pipe).flags.modules()]
     return list({id(module): module for module in modules}.values())
 
 
 def models_of(pipe: Pipe) -> list[nn.Module]:
     """What the user may call in this process: the model, also inside of its `LossWrapper`, and the Pipe."""
-    models = [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]
+    models = [pipe, *watch_of(pipe).flags.models()]
     models += [each.module for each in models if isinstance(each, LossWrapper)]
     return list({id(module): module for module in models}.values())
 
 
-def module_hooks_of(pipe: Pipe) -> ModuleHooks:
-    """The hooks that the modules of a Pipe and of its model had when it was made."""
-    hooks: ModuleHooks = pipe.__dict__[_MODULE_HOOKS]
-    return hooks
+def watch_of(pipe: Pipe) -> ModelWatch:
+    """What is noted of the model and the loss of a Pipe, which the script may change."""
+    watch: ModelWatch = pipe.__dict__[_WATCH]
+    return watch
 
 
-def follow_parameters(pipe: Pipe) -> None:
-    """Before a Pipe runs, or is sent to workers: replicated parameters follow the model's own. Raises if it cannot run so."""
+def follow_changes(pipe: Pipe) -> None:
+    """Before a Pipe runs here, or is sent to workers: it follows what the script has changed. Raises if it cannot."""
     compiled = compiled_of(pipe)
-    check_still_shared(pipe, compiled)
+    watch_of(pipe).follow(pipe, compiled, in_process=True)
     check_dtypes(compiled)
     follow_owners(compiled.copies())
 
 
 def follow_training_flags(pipe: Pipe) -> None:
     """Before a Pipe runs: have all modules follow what was switched, and raise if the graph is not right in these modes."""
-    flags, compiled = pipe.__dict__[_TRAINING_FLAGS], compiled_of(pipe)
+    flags, compiled = watch_of(pipe).flags, compiled_of(pipe)
     flags.follow(pipe, compiled)
     flags.check(compiled.modes)
 

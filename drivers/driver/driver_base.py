@@ -73,7 +73,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_amount
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
-from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
+from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_changes, follow_training_flags, watch_of
 from pippy.ir.show.content import content_of
 from pippy.ir.show.stages_table import table_cells
 from pippy.ir.show.tables import html_table
@@ -153,9 +153,9 @@ class PipelineDriverBase(ModelOnWorkers):
         )
         self._arrangements = Arrangements(compiled, schedule, chosen, single_loss, _debug_mask_minibatches)
         ranks = self._arrangements.first.replicas
-        follow_parameters(pipe)
-        self._module_hooks = module_hooks_of(pipe).again()
-        self._module_hooks.check()
+        follow_changes(pipe)
+        watch = watch_of(pipe).for_driver()
+        watch.follow(pipe, compiled)
         placed = PlacedPipe(compiled, ranks[0], compile_with, ranks[1:])
         self.session = self.cluster.session
         self.number = self.cluster.next_driver()
@@ -163,7 +163,7 @@ class PipelineDriverBase(ModelOnWorkers):
         commands = DriverCommands(
             self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
         )
-        super().__init__(pipe, placed, commands, self.cluster)
+        super().__init__(pipe, placed, commands, self.cluster, watch)
         self._arrange(self._arrangements.first)
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
@@ -181,7 +181,7 @@ class PipelineDriverBase(ModelOnWorkers):
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
         statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
         to_run = self.ranks, self.placement, self.programs, self._auto
-        self.steps = StepRunner(self, settings, *to_run, self._module_hooks, statistics, self._sliced)
+        self.steps = StepRunner(self, settings, *to_run, statistics, self._sliced)
         if self._first_check is not None:
             self.steps.check_first(self.replicas == 1, *self._first_check)
         self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])
@@ -313,12 +313,15 @@ class PipelineDriverBase(ModelOnWorkers):
         check_chunks(chunks, None)
         self.filling.check("check()")
         surroundings = surroundings_of("check")
-        follow_training_flags(self.pipe)
+        self.steps.follow()
         self.commands.wait()
         call = self.steps.call(surroundings, chunks, args, kwargs, None)
         plain = checked_model(self, model)
         rows = self.steps.datasets.loaded_here(call.division, call.columns, call.trains)
-        return StepCheck(self, plain, rows, call.trains, partial(self.steps.aside, call)).report()
+        try:
+            return StepCheck(self, plain, rows, call.trains, partial(self.steps.aside, call)).report()
+        finally:
+            self.watch.note_numbers()
 
     @property
     def checked(self) -> Checked | None:
@@ -603,6 +606,7 @@ class PipelineDriverBase(ModelOnWorkers):
         True
         """
         surroundings_of("generate")
+        self.steps.follow()
         self.filling.check("generate()")
         return self._generation.run(
             others.pop("input_ids", None) if ids is None else ids,

@@ -38,10 +38,9 @@ from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.command_log import PendingCommand
-from pippy.drivers.session.driver_commands import Hooks
+from pippy.drivers.session.driver_commands import Flags, Hooks
+from pippy.ir.base.names import LOSS
 from pippy.ir.base.surroundings import Surroundings, refused_here
-from pippy.ir.pipe import follow_training_flags
-from pippy.ir.record.module_hooks import ModuleHooks
 
 
 @dataclass
@@ -71,7 +70,6 @@ class StepRunner:
         placement: Placement,
         programs: DriverPrograms,
         auto: Auto | None,
-        module_hooks: ModuleHooks,
         statistics: RunningStatistics | None,
         sliced: SlicedCalls | None = None,
     ) -> None:
@@ -84,7 +82,8 @@ class StepRunner:
         self.recording: Recording | None = None
         self.first_step: FirstStep | None = None
         self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
-        self._auto, self._module_hooks, self._statistics, self._sliced = auto, module_hooks, statistics, sliced
+        self._auto, self._statistics, self._sliced = auto, statistics, sliced
+        self._flags: Flags = {}  # of modules and parameters, when they were noted last
         self._has_run = False  # whether workers may have other buffers than the model in this process
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
 
@@ -109,6 +108,22 @@ class StepRunner:
         if self.first_step is not None:
             self.first_step.forget()
 
+    def follow(self) -> None:
+        """Have the next step follow what the script has changed, or raise. Nothing is sent if nothing has changed."""
+        watch = self.model.watch
+        if self._flags and not watch.has_changed():
+            return
+        before = dict(watch.settings.get(LOSS, {}))
+        watch.follow(self.model.pipe, self.compiled)
+        self.model.parameters.check_written()
+        if self._statistics is not None:
+            self._statistics.check()
+        watch.note()
+        self.placed.set(watch.settings)
+        self._flags = self.placed.flags()
+        if self.first_step is not None and watch.settings.get(LOSS, {}).keys() != before.keys():
+            self.first_step.forget()
+
     def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
         """How the arguments of a call are cut."""
         settings = self.settings
@@ -120,9 +135,7 @@ class StepRunner:
         """Begin a step."""
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = surroundings_of("run")
-        follow_training_flags(self.model.pipe)
-        if self._statistics is not None:
-            self._statistics.check()
+        self.follow()
         fitted = None
         if self._auto is not None and self._auto.counts_bytes:
             fitted = self._fitted(args, kwargs)
@@ -133,7 +146,7 @@ class StepRunner:
         purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
         if self.first_step is not None and call.trains:
             with advising(call.division):
-                self.first_step.check(call, partial(self._tried, call, sent))
+                self._check_first(self.first_step, call, sent)
             results = self.results(call, self.settings.output_spec)
         unprobed = (chunks, call.trains, outputs is not None)
         record = self.recording
@@ -167,7 +180,7 @@ class StepRunner:
         sent = self.programs.next(call.division.row_chunks, call.trains)
         if self.first_step is not None and call.trains:
             with suppress(MicrobatchError):  # the report says what differs
-                self.first_step.check(call, partial(self._tried, call, sent))
+                self._check_first(self.first_step, call, sent)
         results = self.results(call, self.settings.output_spec if outputs else None)
         answers: list[Mapping[int, StepResult]] = []
         running = RunningStep(self.session, results)
@@ -175,6 +188,17 @@ class StepRunner:
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
         return StepAside(result, results.weights, seen)
+
+    def _check_first(self, first_step: FirstStep, call: StepCall, sent: SentProgram) -> None:
+        """Check a step, if none of its kind was checked. The witness leaves the model as it was; versions of tensors rise."""
+        checked = first_step.checked
+        try:
+            first_step.check(call, partial(self._tried, call, sent))
+        except BaseException:
+            self.model.watch.note_numbers()
+            raise
+        if first_step.checked is not checked:
+            self.model.watch.note_numbers()
 
     def _tried(
         self,
@@ -214,7 +238,6 @@ class StepRunner:
         trains = self.trains
         refuse_inputs([*args, *kwargs.values()], trains)
         division = self.divided(chunks, args, kwargs)
-        self._module_hooks.check()
         hooks = self.hooks.now() if trains else self.commands.hooks
         scale = self.model._grad_scaler.scale_of_steps if self.model._grad_scaler is not None and trains else None
         return StepCall(division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
@@ -222,7 +245,7 @@ class StepRunner:
     def _prepared(self, call: StepCall, sent: SentProgram, results: Results, **how: Any) -> dict[int, Step]:
         """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
         message = replace(call.message(sent, results.weights, call.trains and self._adds_up(call.hooks)), **how)
-        told = self.commands.flags_to_send(self.placed.flags(), call.hooks)
+        told = self.commands.flags_to_send(self._flags, call.hooks)
         steps = prepare(call, message, sent, results, self.placed, self.ranks, self.datasets, told)
         self.datasets.send(call.columns, {rank: step.inputs for rank, step in steps.items()})
         return steps

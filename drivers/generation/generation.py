@@ -25,6 +25,7 @@ class TokenGeneration:
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, ranks: Sequence[int]) -> None:
         self._pipe, self._placed, self._commands, self._ranks = pipe, placed, commands, ranks
         self._graphs: TokenGraphs | None = None
+        self._settings = placed.settings
 
     def forget(self) -> None:
         """Note that the workers have lost the graphs that make tokens: the next call makes and sends them again."""
@@ -42,7 +43,8 @@ class TokenGeneration:
         return prompt.program, token.program
 
     def _graphs_of(self, model: torch.nn.Module) -> TokenGraphs:
-        if self._graphs is None:
+        if self._graphs is None or self._settings is not self._placed.settings:  # or else the model was changed since
+            self._settings = self._placed.settings
             with heard():
                 self._graphs = TokenGraphs(model, self._placed, self._commands, self._ranks)
         return self._graphs

@@ -22,6 +22,7 @@ from pippy.drivers.session.step_numbers import checked_numbers
 from pippy.ir.base.near_names import near_names
 from pippy.ir.base.public_calls import placing_words, refuse_words
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.record.model_watch import ModelWatch
 
 
 @placing_words(
@@ -35,12 +36,14 @@ from pippy.ir.pipe import Pipe, compiled_of
 class ModelOnWorkers:
     """The methods that drivers have for the state of their model; `PipelineDriverBase` adds the steps."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster) -> None:
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster, watch: ModelWatch
+    ) -> None:
         self.pipe, self.compiled_pipe = pipe, compiled_of(pipe)
         self.placed, self.commands, self.cluster = placed, commands, cluster
-        self.stale = StaleModels(pipe)
+        self.stale, self.watch = StaleModels(pipe), watch
         self.filling = Filling(pipe, placed, commands)
-        self.parameters = RemoteParameters(pipe, placed, commands, self.stale, self.filling)
+        self.parameters = RemoteParameters(pipe, placed, commands, self.stale, self.filling, watch)
         self.saving = Saving(pipe, placed, commands, cluster, self.filling)
         self.loading = Loading(pipe, placed, commands, self.stale, self.filling)
         self._optimizers: list[PipelineOptimizer] = []
@@ -90,7 +93,11 @@ class ModelOnWorkers:
         return self.gradients([name])[name]
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
-        """The gradients of all parameters, or of some, by the user's names."""
+        """The gradients of all parameters, or of some, by the user's names.
+
+        They are read-only: torch refuses to change an inference tensor in place. To change gradients on the workers, call
+        `clip_grad_norm_` or `clip_grad_value_`, or put hooks on the parameters (``register_hook``).
+        """
         return self.parameters.gradients(names)
 
     def clip_grad_norm_(

@@ -24,17 +24,26 @@ from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.trees import map_tensors
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.pipe import Pipe, models_of
+from pippy.ir.record.model_watch import ModelWatch
 
 
 class RemoteParameters:
     """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
 
     def __init__(
-        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, stale: StaleModels, filling: Filling
+        self,
+        pipe: Pipe,
+        placed: PlacedPipe,
+        commands: DriverCommands,
+        stale: StaleModels,
+        filling: Filling,
+        watch: ModelWatch,
     ) -> None:
         self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
+        self.watch = watch
 
     def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
@@ -58,10 +67,10 @@ class RemoteParameters:
             self.commands.call_reducing(lambda _: dict.fromkeys(self.commands.workers, ReduceGradients()))
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
-        """The gradients of these parameters, or of all."""
+        """The gradients of these parameters, or of all. They are read-only."""
         wanted = self._names() if names is None else names
         self.reduce_gradients()
-        return self.fetch(wanted, gradients=True)
+        return map_tensors(_read_only, self.fetch(wanted, gradients=True))
 
     def grad_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all gradients together."""
@@ -102,6 +111,21 @@ class RemoteParameters:
 
     # State dicts
 
+    def check_written(self) -> None:
+        """Raise if the script has written numbers into its model that are not those on the workers."""
+        written = [name for name in self.watch.written() if self.placed.locations(name)]
+        here = {name: each for name, each in named_state(self.pipe) if name in written and not each.is_meta}
+        there = self.fetch(here) if here else {}
+        other = [name for name, each in here.items() if not _are_equal(each.detach().cpu(), there[name])]
+        if other:
+            get = "get_parameter" if isinstance(here[other[0]], nn.Parameter) else "get_buffer"
+            raise DriverError(
+                f"{', '.join(map(repr, other[:6]))}{' and others' * (len(other) > 6)} of the model in this process was "
+                "written, and the workers have other numbers. What to do: to have those of this process, call "
+                f"driver.load_state_dict({{{other[0]!r}: model.{get}({other[0]!r})}}, strict=False); to have those of the "
+                "workers, driver.copy_to(model)"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the parameters and buffers as they are on the workers."""
         self.filling.check("state_dict()")
@@ -138,6 +162,7 @@ class RemoteParameters:
                     if model_tensors[name].shape != values[name].shape:  # forward has resized it, as observers do
                         model_tensors[name].resize_(values[name].shape)
                     model_tensors[name].copy_(values[name])
+        self.watch.note_numbers(model_tensors[name] for name in names)
         if all(model_tensors[name] is pipe_tensors[name] for name in names):
             self.stale.end()
 
@@ -150,6 +175,8 @@ class RemoteParameters:
             stores = self.placed.for_all_copies(values)
             self.commands.call({worker: RestoreState(WorkerState(tensors)) for worker, tensors in stores.items()})
             self.filling.filled(values)
+            here = dict(named_state(self.pipe))
+            self.watch.note_numbers(here[name] for name in state_dict if name in here)
             if not loaded.missing_keys:
                 self.stale.end()
         return loaded
@@ -172,6 +199,18 @@ class RemoteParameters:
             and (name in known or name.startswith(f"{LOSS}."))
             and self.placed.locations(name)
         ]
+
+
+@torch.inference_mode()
+def _read_only(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as an inference tensor, which torch does not let be changed in place: the workers would not see it."""
+    return torch.empty(0, dtype=gradient.dtype).set_(gradient) if gradient.layout is torch.strided else gradient.clone()  # type: ignore[call-overload]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or (
+        one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    )
 
 
 def _check_limit(name: str, given: Any) -> None:

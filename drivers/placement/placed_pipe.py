@@ -21,7 +21,7 @@ from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
 from pippy.drivers.protocol.stages import Load
-from pippy.drivers.protocol.steps import StageFlags
+from pippy.drivers.protocol.steps import StageFlags, StageSettings
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state, stage_index
 from pippy.ir.record.compiled import Compiled
@@ -46,6 +46,7 @@ class PlacedPipe:
         further: Iterable[Sequence[int]] = (),
     ) -> None:
         self.compiled, self.compile = compiled, compile
+        self.settings: dict[str, StageSettings] = {}  # of each stage, that the script has changed
         self.place([ranks, *further])
         self.loss_stage = loss_stage(compiled)
         self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}
@@ -307,7 +308,15 @@ class PlacedPipe:
         return StageFlags(
             tuple([each.training for each in self._modules[call]]),
             tuple([each.requires_grad for each in self._parameters[call]]),
+            self.settings.get(call),
         )
+
+    def set(self, settings: Mapping[str, Mapping[tuple[int, str], Any]]) -> None:
+        """Have `flags` tell the workers these values of attributes, by stage, number of the module, and name."""
+        self.settings = {}
+        for call, values in settings.items():
+            data, tensors = pickle_by_value(values)
+            self.settings[call] = StageSettings(Pickled(data, [each.clone() for each in tensors]))
 
     @cached_property
     def model_parameters(self) -> dict[TensorLocation, torch.Tensor]:

@@ -8,15 +8,24 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.hooks import WorkerHooks
 from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.wire.pickling import Pickled
 from pippy.ir.run.keyed_draws import RandomStep
+
+
+@dataclass(frozen=True, eq=False)
+class StageSettings:
+    """Attributes of the modules of a stage that the script has set: by the number of a module, and the name."""
+
+    values: Pickled
 
 
 @dataclass(frozen=True)
 class StageFlags:
-    """The training flag of each module of a stage, and whether each of its parameters requires a gradient."""
+    """The training flag of each module of a stage, whether each of its parameters requires a gradient, and attributes."""
 
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
+    settings: StageSettings | None = None
 
 
 @dataclass(frozen=True)

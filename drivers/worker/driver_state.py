@@ -26,6 +26,7 @@ from pippy.drivers.protocol.gradients import (
     ScaleGradients,
 )
 from pippy.drivers.protocol.held_states import HoldState, PutBackState
+from pippy.drivers.protocol.hooks import same_bytes
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
 from pippy.drivers.protocol.parameters import Initialize, TensorLocation, unreadable
@@ -36,7 +37,7 @@ from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
 from pippy.drivers.protocol.trials import RunTrial, TrialResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies
-from pippy.drivers.wire.pickling import unpickle
+from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
@@ -75,6 +76,8 @@ from pippy.ir.run.shared_tensors import get_tensor
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
 
+_NONE = Pickled(b"", [])
+
 
 class DriverState:
     """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command."""
@@ -105,6 +108,7 @@ class DriverState:
         self.programs: dict[int, Executor] = {}
         self.sums: Executor | None = None  # a program that adds up gradients
         self.optimizers: dict[int, WorkerOptimizer] = {}
+        self.settings: dict[str, Pickled] = {}  # attributes of modules that were set, by stage
         self.buckets = load.buckets
         self.shares: dict[int, tuple[Sequence[Instruction], ParameterShares]] = {}  # of divided optimizers
         self.running: Executor | ExchangeRun | None = None
@@ -231,8 +235,19 @@ class DriverState:
                 module.training = flag
             for parameter, flag in zip(self.modules[call].parameters(), its.requires_grad, strict=True):
                 parameter.requires_grad_(flag)
+            if its.settings is not None and not same_bytes(its.settings.values, self.settings.get(call, _NONE)):
+                self._set_attributes(call, its.settings.values)
+
+    def _set_attributes(self, call: str, values: Pickled) -> None:
+        """Set what the script has set. Graphs that were recorded have what was there before."""
+        modules, self.settings[call] = list(self.modules[call].modules()), values
+        for (number, name), value in unpickle(values).items():
+            setattr(modules[number], name, map_tensors(lambda each: each.to(self.device), value))
+        if self.graphs is not None:
+            self.graphs.forget(call)
 
     def _try_out(self, trial: RunTrial, number: int) -> TrialResult:
+        self._set_flags(trial.step.flags or {})  # they stay, and what the trial changes does not
         step = self._loaded(trial.step)
         return self.trials.try_out(replace(trial, step=step), lambda: self._run_step(step, number, trial))
 
@@ -372,6 +387,7 @@ class DriverState:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
         if any(group["params"] for group in groups):
             made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
+            made.set_attributes({id(self.tensor(place)): each for place, each in make.attributes.items()})
             self.optimizers[make.optimizer] = made
             self.gradients.wider.update({key: master.dtype for key, master in made.masters.items()})
         divided, sums = make.passes_on is not None, self.gradients.sums
@@ -384,7 +400,9 @@ class DriverState:
         if step.reduce:
             self._add_up(number)
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
-            self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
+            optimizer, attributes = self.optimizers[step.optimizer], step.attributes or {}
+            optimizer.set_attributes({id(self.tensor(place)): each for place, each in attributes.items()})
+            optimizer.step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
             order, shares = self.shares[step.optimizer]
             self._exchange(self.transport, order, number, shares)

@@ -23,7 +23,8 @@ _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_INSTALLED = tuple(f"{_STANDARD_LIBRARY}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_PACKAGES = ("site-packages", "dist-packages")
+_INSTALLED = tuple(f"{_STANDARD_LIBRARY}{folder}{os.sep}" for folder in _PACKAGES)
 TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
 
 
@@ -37,6 +38,16 @@ def is_users(file: str) -> bool:
 def is_standard(file: str) -> bool:
     """Whether a file is one of Python's standard library."""
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
+
+
+@functools.cache
+def is_of_project(file: str) -> bool:
+    """Whether a file is the user's own: not one of an installed package, or of the standard library."""
+    return (
+        is_users(file)
+        and not file.startswith(_STANDARD_LIBRARY)
+        and not any(f"{os.sep}{each}{os.sep}" in file for each in _PACKAGES)
+    )
 
 
 def is_called_by_user(frame: FrameType | None) -> bool:

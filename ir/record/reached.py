@@ -18,7 +18,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,7 +28,6 @@ from torch import fx, nn
 from pippy.ir.base import source
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.names import first_names, named_state
-from pippy.ir.record.module_hooks import HOOK_ATTRIBUTES
 from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.shared_tensors import memory_of
 
@@ -38,7 +36,7 @@ NamedThere = frozenset[str] | None
 
 _Inside = Iterator[tuple[str, Any, NamedThere]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_INSTALLED = {"site-packages", "dist-packages"}
+HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE = ("_parameters", "_buffers", "_modules")
 _GIVE_STATE = frozenset(  # methods of modules, whose callers may read any parameter
     "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict apply "
@@ -176,7 +174,7 @@ def is_own_code(code: Any) -> bool:
         file = getattr(sys.modules.get(getattr(code, "__module__", None) or code.__name__), "__file__", None)
     if file is None:
         return getattr(code, "__module__", None) == "__main__"
-    return source.is_users(file) and not source.is_standard(file) and not {*Path(file).parts} & _INSTALLED
+    return source.is_of_project(file)
 
 
 def _in_object(value: Any, names: NamedThere) -> _Inside:

@@ -7,7 +7,7 @@ from torch import fx, nn
 from pippy.ir.base.errors import SplitError, TracingError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.node_notes import IS_LAYER, MODULE_PATH
-from pippy.ir.record.module_hooks import hooks_of
+from pippy.ir.record.model_watch import hooks_of
 from pippy.ir.record.traced import Traced
 from pippy.ir.trace.layers import Layers, sequential_of
 

@@ -106,12 +106,13 @@ def _trace_example(
     model: nn.Module, tracer: TracerLike | None, concrete_args: Mapping[str, Any] | None, example: Example | None
 ) -> Traced:
     call = call_of(model, concrete_args, example)
-    with tracing(model):
-        return _with_shared_memory(_trace(model, tracer, call))
+    with tracing(model) as reads:
+        return _with_shared_memory(_trace(model, tracer, call), reads)
 
 
-def _with_shared_memory(traced: Traced) -> Traced:
+def _with_shared_memory(traced: Traced, reads: dict[tuple[type, str], bool]) -> Traced:
     """The traced graph with changes of memory where forward makes them, and with views for tensors that share memory."""
+    traced.reads = reads
     write_early(traced)
     connect_views(traced)
     return traced
@@ -120,20 +121,20 @@ def _with_shared_memory(traced: Traced) -> Traced:
 def trace_call(model: nn.Module, call: Call) -> Traced:
     """Trace one call, with the training flags that the model has now; the graph follows no others."""
     check_model(model)
-    with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
+    with tracing(model) as reads, recording_training_reads(), restoring_attributes(model, silent=True) as before:
         recorded = _record(model, tracer_of(None), call, before)
         finish_assigned(recorded.graph)
         attributes, signature = recorded.attributes, call.signature
         return _with_shared_memory(
-            Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=signature)
+            Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=signature), reads
         )
 
 
 def trace_in_both_modes(model: nn.Module, call: Call) -> Traced:
     """Trace one call; the graph follows the training flags of the model."""
     check_model(model)
-    with tracing(model):
-        return _with_shared_memory(_trace(model, None, call))
+    with tracing(model) as reads:
+        return _with_shared_memory(_trace(model, None, call), reads)
 
 
 def _trace(

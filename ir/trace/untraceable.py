@@ -7,7 +7,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.surroundings import global_hooks
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.module_hooks import hooks_of
+from pippy.ir.record.model_watch import hooks_of
 from pippy.ir.trace.returned_caches import CacheReturnedError, cache_in
 
 # A part of the message of Python or torch.fx, and the reason to add.

@@ -5,8 +5,9 @@ the changed options are sent to the workers.
 """
 
 import fnmatch
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.updated_parameters import passing_on
 from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
+from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import check_words, place_words, words_of
 from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.record.code_reads import have_same_values
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
 place_words("driver.instantiate_optimizer(torch.optim.AdamW)", {*_OWN_WORDS, *words_of(torch.optim.AdamW)} - {"params"})
@@ -70,6 +74,7 @@ class PipelineOptimizer(Optimizer):
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
+        self._named_parameters = self.named_parameters()
         self.stepped = False
         self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
@@ -153,6 +158,8 @@ class PipelineOptimizer(Optimizer):
             by_worker = self.placed.for_all_copies(in_group, self.divided)
             for worker, locations in by_worker.items():
                 groups[worker].append((tuple(locations), options))
+        self._attributes = self._attributes_now()
+        attributes = self.placed.for_all_copies(self._attributes, self.divided)
         bodies = {
             worker: MakeOptimizer(
                 self.number,
@@ -161,6 +168,7 @@ class PipelineOptimizer(Optimizer):
                 self.master_dtype,
                 self._copied(),
                 None if self.passes_on is None else self.passes_on.order_of(worker),
+                attributes[worker],
             )
             for worker in workers
         }
@@ -209,11 +217,42 @@ class PipelineOptimizer(Optimizer):
         """Have the workers update their parameters: `step`, without the rest of a step."""
         options = self._options()
         changed = None if _same(options, self._sent) else options
+        attributes_now = self._attributes_now()
+        attributes = self._to_send(attributes_now)
         self._sent, self.stepped = (), True  # if it fails, it is not known which workers have them
         self.commands.call_reducing(
-            lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
+            lambda reduce: {
+                worker: OptimizerStep(self.number, changed, reduce, attributes.get(worker))
+                for worker in self.placed.workers
+            }
         )
-        self._sent = options
+        self._sent, self._attributes = options, attributes_now
+
+    def _attributes_now(self) -> dict[str, dict[str, Any]]:
+        """The attributes that the script has set on parameters, by name."""
+        return {name: dict(own) for name, each in self._named_parameters if (own := vars(each))}
+
+    def _to_send(self, now: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[TensorLocation, Any]]:
+        """By worker and location, the attributes of those parameters that have others than were sent."""
+        before = self._attributes
+        if not before and not now:
+            return {}
+        names = [name for name in {**before, **now} if not have_same_values(before.get(name, {}), now.get(name, {}))]
+        return self.placed.for_all_copies({name: now.get(name, {}) for name in names}, self.divided)
+
+    @property  # type: ignore[override]
+    def state(self) -> "StateOnWorkers":
+        """What stands for the states on the workers: they can be cleared. `state_dict` reads them."""
+        return StateOnWorkers(self)
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if hasattr(self, "_sent"):  # else torch makes an empty one
+            if state:
+                raise OptimizerError(
+                    "the states of this optimizer are on the workers; give optimizer.load_state_dict(state)"
+                )
+            self.state.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -299,6 +338,39 @@ class PipelineOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")
+
+
+class StateOnWorkers(dict[Any, Any]):
+    """``state`` of an optimizer whose states are on the workers. It is empty, and says so to the script's own code."""
+
+    def __init__(self, optimizer: PipelineOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def clear(self) -> None:
+        """Have the optimizer begin again, on all workers."""
+        self._optimizer.load_state_dict({"state": {}, "param_groups": self._optimizer.named_groups()})
+
+
+def _telling(method: Callable[..., Any]) -> Any:
+    @wraps(method)
+    def tell(self: StateOnWorkers, *args: Any, **kwargs: Any) -> Any:
+        if source.is_of_project(
+            sys._getframe(1).f_code.co_filename
+        ):  # frameworks move the tensors in it, if there are any
+            raise OptimizerError(
+                "the states of this optimizer are on the workers, and optimizer.state has none of them. Read them with "
+                "optimizer.state_dict(), and change them with optimizer.load_state_dict(state); optimizer.state.clear() drops "
+                "them"
+            )
+        return method(self, *args, **kwargs)
+
+    return tell
+
+
+for (
+    _name
+) in "__getitem__ __setitem__ __delitem__ __contains__ __iter__ __len__ keys values items get pop update".split():
+    setattr(StateOnWorkers, _name, _telling(getattr(dict, _name)))
 
 
 def _checked_master_dtype(master_dtype: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.dtype | None:

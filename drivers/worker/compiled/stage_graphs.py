@@ -163,6 +163,11 @@ class GraphsOfStages:
             self.stages[name] = made
         return made
 
+    def forget(self, name: str) -> None:
+        """Have the graphs of a stage recorded again: its modules were changed."""
+        if name in self.stages:
+            self.stages[name].forms.clear()
+
     @property
     def prepared(self) -> int:
         """How often graphs were recorded or compiled."""

@@ -36,6 +36,13 @@ class WorkerOptimizer:
         self.optimizer = factory([{**g, "params": [self.optimized[id(p)] for p in g["params"]]} for g in groups])
         self.parameters_changed = False  # by something else than this optimizer
 
+    def set_attributes(self, attributes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give parameters, by their ids, the attributes that they have in the script. Others are removed."""
+        for key, own in attributes.items():
+            if key in self.optimized:
+                vars(self.optimized[key]).clear()
+                vars(self.optimized[key]).update(own)
+
     def step(self, gradients: Gradients, options: Iterable[Mapping[str, Any]]) -> None:
         """Update the parameters. ``options`` are those of each group, if they changed."""
         for group, changed in zip(self.optimizer.param_groups, options):
