@@ -167,7 +167,7 @@ def set_here(**values: Any) -> Callable[[Script], None]:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, number: float) -> None:
+def fill(tensor: Any, number: float) -> None:
     tensor.copy_(torch.full_like(tensor, number))
 
 
