@@ -118,7 +118,9 @@ def _in_function(function: Any, _: NamedThere) -> _Inside:
 def names_of(function: Any) -> frozenset[str]:
     """The names of attributes in the code of a function, or of the one that it wraps."""
     function = _function_in(function)
-    return _names_in(inspect.unwrap(function).__code__) if isinstance(function, FunctionType) else frozenset()
+    if not isinstance(function, FunctionType):
+        return frozenset()
+    return _names_in(getattr(inspect.unwrap(function), "__code__", function.__code__))  # it may wrap a module
 
 
 @functools.lru_cache(1024)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import local_name
 from pippy.ir.base.node_notes import place_of, put_place
 from pippy.ir.run.checkpointed_parts import end_part
@@ -159,7 +160,12 @@ class _Named:
 def _operator(name: str, overload: str | None) -> Any:
     """An operator of torch by its name, `aten::add`, and that of its overload, if it is one."""
     namespace, _, own = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), own)
+    packet = getattr(getattr(torch.ops, namespace), own, None)
+    if packet is None:
+        raise StageError(
+            f"the operator {name} is defined in the script, and not in this process. What to do: define it by "
+            "torch.library.custom_op, which travels"
+        )
     return packet if overload is None else getattr(packet, overload)
 
 

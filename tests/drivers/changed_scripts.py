@@ -208,7 +208,7 @@ FOLLOWED: dict[str, Change] = {
     "the state of the optimizer cleared": Change(lambda s: s.optimizer.state.clear(), updating=True),
     "a state for the old one": Change(lambda s: setattr(s.optimizer, "state", defaultdict(dict)), updating=True),
     "attributes of parameters": Change(
-        lambda s: [setattr(each, "lr_scale", 0.1) for each in s.model.first.parameters()],
+        lambda s: [vars(each).update(lr_scale=0.1) for each in s.model.first.parameters()],
         optimizer=Scaled,
         options={"lr": 0.1},
         updating=True,

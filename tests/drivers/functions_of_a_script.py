@@ -50,6 +50,15 @@ of_torch_ops = torch.ops.script_of_tests.cubed
 namespace = torch.ops.script_of_tests
 
 
+library = torch.library.Library("library_of_tests", "DEF")
+library.define("cubed(Tensor x) -> Tensor")
+library.impl("cubed", lambda x: x**3, "CompositeImplicitAutograd")
+
+
+def of_a_library(x):
+    return torch.ops.library_of_tests.cubed(x)
+
+
 @functools.lru_cache
 def numbers(n):
     return torch.arange(n, dtype=torch.float64)

@@ -11,6 +11,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from pippy import PipelineDriver, pipeline
+from pippy.drivers.base.errors import StepError
 from pippy.drivers.wire import script_objects
 from pippy.drivers.wire.pickling import pickle_by_value, unpickle
 
@@ -44,6 +45,17 @@ def test_what_a_script_defines_travels(cluster, name, schedule):
     found = driver.gradients()
     for each, parameter in plain.named_parameters():
         torch.testing.assert_close(found[each], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_an_operator_of_a_library_is_refused_by_name(cluster):
+    """The row "a custom operator" above follows the advice."""
+    model = SCRIPT.Net(SCRIPT.Traced(SCRIPT.of_a_library))
+    with pytest.raises(
+        StepError, match=r"library_of_tests::cubed is defined in the script.*define it by torch.library.custom_op"
+    ):
+        PipelineDriver(pipeline(model, torch.nn.functional.mse_loss), cluster).run(
+            2, torch.randn(6, 4), torch.randn(6, 4)
+        )
 
 
 def defined(by):

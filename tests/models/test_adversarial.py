@@ -180,7 +180,6 @@ def real_and_fake(count=3):
     return [(*torch.randn(2, ROWS, 1, 4, 4), torch.rand(ROWS, 1, 1, 1)) for _ in range(count)]
 
 
-@pytest.mark.xfail(reason="a gradient over a cut ends in torch's own error, which names no mark", strict=True)
 @in_micro_batches
 def test_a_penalty_over_a_cut_is_refused_by_the_mark(schedule, workers):
     with pytest.raises(PippyError, match=r"autograd\.grad[\s\S]*pipe_split") as found:

@@ -10,7 +10,6 @@ from pippy import pipe_split
 from tests.models.idioms import ROWS, assert_same_steps, in_all_ways
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-DROPPED = "tracing runs the forward of a function that is called by another name, and drops its backward"
 
 
 class LegendrePolynomial3(torch.autograd.Function):
@@ -152,18 +151,12 @@ class ByModule(Polynomial):
         return self.function(x)
 
 
-def dropped(model):
-    return pytest.param(model, marks=pytest.mark.xfail(reason=DROPPED, strict=True))
-
-
 def curves(count=3):
     x = torch.linspace(-torch.pi, torch.pi, count * ROWS).reshape(count, ROWS, 1)
     return [(each, each.sin()) for each in x]
 
 
-@pytest.mark.parametrize(
-    "model", [Polynomial, ByLocalName, *map(dropped, (ByAlias, ByDict, ByDefault, ByAttribute, ByModule))]
-)
+@pytest.mark.parametrize("model", [Polynomial, ByLocalName, ByAlias, ByDict, ByDefault, ByAttribute, ByModule])
 @in_all_ways
 def test_the_tutorials_polynomial(model, workers, schedule, chunks):
     assert_same_steps(model(), nn.MSELoss(), curves(), workers, schedule, chunks)
@@ -206,7 +199,6 @@ def classes(count=3):
     return [(torch.randn(ROWS, 4), torch.randint(3, (ROWS,))) for _ in range(count)]
 
 
-@pytest.mark.xfail(reason=DROPPED, strict=True)
 @in_all_ways
 def test_functions_in_every_stage(workers, schedule, chunks):
     assert_same_steps(Mixed(), nn.CrossEntropyLoss(), classes(), workers, schedule, chunks)

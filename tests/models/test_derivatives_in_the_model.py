@@ -17,7 +17,6 @@ from pippy.ir.base.errors import PippyError, TracingError
 from tests.models.idioms import ROWS, assert_same_steps, in_all_ways, in_micro_batches
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-OVER_A_CUT = "a gradient over a cut is zeros, or ends in torch's own error, which names no mark"
 
 
 def network(inputs, outputs):
@@ -232,7 +231,6 @@ def test_a_derivative_within_a_stage(name, workers, schedule, chunks):
     assert_same_steps(model(), loss_fn, batches(), workers, schedule, chunks)
 
 
-@pytest.mark.xfail(reason=OVER_A_CUT, strict=True)
 @pytest.mark.parametrize("name", REFUSED)
 @in_micro_batches
 def test_a_derivative_over_a_cut_is_refused_by_the_mark(name, schedule, workers):
