@@ -8,7 +8,8 @@ torch.distributions                     fails, as they ask for numbers      a no
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
 a function of torch.jit.script          fails, as it takes no proxies       a node (`ScriptedFunction`)
-a function that torch.func transforms   fails, as it takes no proxies       a node (`TransformedFunction`)
+a function that torch.func transforms   fails, as it takes no proxies       refused; a part in which it is called
+                                                                              is kept whole
 a compiled module or function           fails                               what is inside
 with torch.no_grad():                   does not see it                     a mark on each node in it
 torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
@@ -40,7 +41,6 @@ from pippy.ir.trace.c_calls import watching_c_calls
 from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.classes import answer_in, answering_classes
 from pippy.ir.trace.distributions import recording_distributions
-from pippy.ir.trace.function_transforms import recording_transforms
 from pippy.ir.trace.own_tensors import letting_proxies_be_tensors
 from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
 from pippy.ir.trace.questions import check_not_asked_for_mode, refusing_to_say_what_runs
@@ -116,7 +116,6 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
             tracer._autowrap_function_ids.add(id(function))  # for the names of the user's modules
             stack.enter_context(patched_here(nn.utils.rnn, name, _given_proxies(tracer, function)))
         stack.enter_context(_annotated_nodes(tracer))
-        stack.enter_context(recording_transforms(tracer))
         stack.enter_context(_recording_proxies(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
@@ -280,8 +279,8 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
     return refused(
         TracingError(
             f"forward enters or sets {what}, which a traced graph cannot hold; do so around the call of the Pipe, "
-            "or move the region into a module that the tracer treats as a "
-            f"leaf{f', or write {remedy}' if remedy else ''}{line}"
+            "or move the region into the forward of a module of its own, without a mark inside, which is called as a "
+            f"whole{f'; or write {remedy}' if remedy else ''}{line}"
         )
     )
 
