@@ -11,9 +11,9 @@ from pippy.ir.record.module_hooks import hooks_of
 from pippy.ir.trace.returned_caches import CacheReturnedError, cache_in
 
 _TRANSFORM = (
-    "a transform (torch.vmap, torch.func.grad, torch.autograd.functional.jacobian) takes tensors, and tracing has only "
-    "stand-ins for them; move the lines that make and call the transformed function into the forward of a module of its own, "
-    "without a mark inside, and call that: it is called as a whole"
+    "a transform (torch.vmap, torch.func.grad, torch.autograd.functional.jacobian) and functional_call take tensors, and "
+    "tracing has only stand-ins for them; move the lines that make and call the transformed function into the forward of a "
+    "module of its own, without a mark inside, and call that: it is called as a whole"
 )
 # A part of the message of Python or torch, and the reason to add.
 _REASONS = (
@@ -32,6 +32,7 @@ _REASONS = (
         "parameter.mul_(0.99).add_(other, alpha=0.01)",
     ),
     *((clue, _TRANSFORM) for clue in ("transform API", "vmap(", "only contain Tensors", "must be either a Tensor or")),
+    ("is not an instance of torch.Tensor", _TRANSFORM),
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
 )
 
