@@ -6,7 +6,6 @@ seeing it; so every in-place operation is found before the model is cut.
     what a node calls                        who says what it changes, and what its result may share memory with
     ─────────────────────────────────────    ───────────────────────────────────────────────────────────────────
     an operation that is known               ir/base/operations.py
-    a transformed function                   what its graph changes; nobody what its result shares
     the end of a checkpointed part           its result is what the part returns
     anything else, a module of the user's    nobody: the result may be a view of every argument. What it changes is found
       own among them                           when it runs: see ir/run/given_inputs.py
@@ -23,7 +22,6 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from pippy.ir.base.operations import Effect, changed_by_name, effect_of, module_changes, module_shares
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
-from pippy.ir.run.transformed_functions import TransformedFunction
 
 Roots = dict[fx.Node, tuple[fx.Node, ...]]
 
@@ -68,8 +66,6 @@ def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> Effect:
         return _of_module(attributes[str(node.target)], arguments, attributes)
     if node.op not in ("call_method", "call_function"):
         return Effect()
-    if isinstance(node.target, TransformedFunction):
-        return Effect(_changed_by_transformed(node.target, node.args), node.args)
     known = effect_of(node.target, node.args, node.kwargs)
     if known is not None:
         return known
@@ -93,19 +89,6 @@ def _is_of_torch(module: nn.Module) -> bool:
     return kind.__module__.startswith(("torch.nn.", "torch.ao.")) and (
         not isinstance(module, nn.Sequential) or all(map(_is_of_torch, module))
     )
-
-
-def _changed_by_transformed(function: TransformedFunction, args: Sequence[Any]) -> list[Any]:
-    """The arguments that the graph of a transformed function changes in place: all that it is mapped over, or captured ones."""
-    graph = function.module.graph
-    changed = {change.root for change in find_mutations(graph, {})[0]}
-    passed, captured = args[:2], args[2]
-    inputs = graph.find_nodes(op="placeholder")
-    return [
-        passed if at < len(function.places) else captured[at - len(function.places)]
-        for at, node in enumerate(inputs)
-        if node in changed
-    ]
 
 
 def _is_parameter(node: fx.Node, attributes: Mapping[str, Any]) -> bool:

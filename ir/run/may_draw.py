@@ -98,8 +98,6 @@ def function_draws(function: Callable[..., Any]) -> Draws:
         return Draws.NOTHING
     if isinstance(function, ScriptedFunction):
         return Draws.TORCHS
-    if isinstance(known := getattr(function, "draws", None), Draws):  # of a transformed function
-        return known
     inner = getattr(function, "function", function)  # of a call of an autograd function, that
     if isinstance(inner, type):
         return Draws.of([Draws.TORCHS, _class_draws(inner)])

@@ -21,7 +21,6 @@ from pippy.ir.base.errors import InputError, MarkError
 from pippy.ir.base.marks import has_marks_inside, pipe_split
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.trace.assigned_buffers import assigned_in, check_fitting
-from pippy.ir.trace.function_transforms import is_in_function
 from pippy.ir.trace.refusals import forgiving
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.restore_attributes import Attributes
@@ -54,8 +53,6 @@ class KeptWhole:
         """Trace the call of a module by ``follow``; if that fails, record a call of the module."""
         path = self.tracer.path_of_module(module)
         if path == "" or self.tracer.is_leaf_module(module, path):
-            return follow()
-        if is_in_function(self.tracer):  # where no module can be called as a whole
             return follow()
         if path in self.reasons or isinstance(module, DeferredBatchNorm):
             return self._record(path, args, kwargs)
@@ -100,7 +97,7 @@ class KeptWhole:
         for node in reversed(nodes):
             if node.op == "get_attr":  # the tracer may use it again
                 self._abandoned.append(node)
-            elif node.graph is self.tracer.graph:  # not that of a function which torch.func transforms
+            else:
                 node.graph.erase_node(node)
 
     def drop_unused(self) -> None:

@@ -4,11 +4,12 @@ in forward                              plain torch.fx                      here
 ──────────────────────────────────────────────────────────────────────────────────────────────────────
 torch.arange(n), torch.rand(3),         runs it once, and keeps the         a node
   self.weight.norm()                      result as a constant
-torch.distributions                     fails, as they ask for numbers      a node that asks (`distributions.py`)
+torch.distributions                     fails, as they ask for numbers      a node that asks (`check_all_true`)
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
 a function of torch.jit.script          fails, as it takes no proxies       a node (`ScriptedFunction`)
-a function that torch.func transforms   fails, as it takes no proxies       a node (`TransformedFunction`)
+a function that torch.func transforms   fails, as it takes no proxies       refused; a part in which it is called
+                                                                              is kept whole
 a compiled module or function           fails                               what is inside
 with torch.no_grad():                   does not see it                     a mark on each node in it
 torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
@@ -21,14 +22,15 @@ random.random()                         keeps the number                    refu
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
+from torch.distributions import Distribution
 
 from pippy.ir.base import source
 from pippy.ir.base.compiled_modules import following_compiled
@@ -37,12 +39,10 @@ from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 from pippy.ir.run.called_functions import AutogradFunction, ScriptedFunction
+from pippy.ir.run.functions import check_all_true
 from pippy.ir.trace.c_calls import watching_c_calls
 from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.classes import answer_in, answering_classes
-from pippy.ir.trace.distributions import recording_distributions
-from pippy.ir.trace.function_transforms import recording_transforms
-from pippy.ir.trace.own_tensors import letting_proxies_be_tensors
 from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
 from pippy.ir.trace.questions import check_not_asked_for_mode, refusing_to_say_what_runs
 from pippy.ir.trace.random_draws import check_no_draw, refusing_numpys_draws
@@ -87,8 +87,9 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(recording_checkpoints(tracer))
         stack.enter_context(tracing_transformers(tracer))
         stack.enter_context(patched_here(torch, "is_tensor", _is_tensor))
-        stack.enter_context(recording_distributions(tracer))
-        stack.enter_context(letting_proxies_be_tensors())
+        ask = _asked_in_the_stage(tracer)
+        stack.enter_context(patched_here(torch, "_is_all_true", ask))
+        stack.enter_context(method_patched_here(Distribution, "_validate_sample", _recorded_validation(ask)))
         stack.enter_context(patched_here(torch, "_check_with", _recorded_check(tracer)))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
@@ -97,7 +98,6 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
             tracer._autowrap_function_ids.add(id(function))  # for the names of the user's modules
             stack.enter_context(patched_here(nn.utils.rnn, name, _given_proxies(tracer, function)))
         stack.enter_context(_annotated_nodes(tracer))
-        stack.enter_context(recording_transforms(tracer))
         stack.enter_context(_recording_proxies(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
@@ -191,6 +191,33 @@ def _recorded_check(tracer: fx.Tracer) -> Callable[..., None]:
     return check
 
 
+def _asked_in_the_stage(tracer: fx.Tracer) -> Callable[[Any], Any]:
+    """`torch._is_all_true`, by which a distribution asks whether parameters are valid. The stage asks it of traced values."""
+    original = torch._is_all_true
+
+    def ask(valid: Any) -> Any:
+        if not issubclass(type(valid), fx.Proxy):
+            return original(valid)
+        tracer.create_proxy("call_function", check_all_true, (valid, str(source.of_frame(sys._getframe(1)) or "")), {})
+        return True
+
+    return ask
+
+
+def _recorded_validation(ask: Callable[[Any], Any]) -> Callable[..., None]:
+    """The check of a value whose density a distribution is asked for."""
+    original = Distribution._validate_sample
+
+    def validate(distribution: Distribution, value: Any) -> None:
+        if not issubclass(type(value), fx.Proxy):
+            original(distribution, value)
+            return
+        with suppress(NotImplementedError):  # some distributions have no support
+            ask(cast(Any, distribution.support).check(value))
+
+    return validate
+
+
 def _holds_proxy(value: Any) -> bool:
     if isinstance(value, (tuple, list)) and not issubclass(type(value), fx.Proxy):
         return any(map(_holds_proxy, value))
@@ -276,9 +303,9 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
     line = f"\n{where.excerpt()}" if where else ""
     return refused(
         TracingError(
-            f"forward enters or sets {what}, which a traced graph cannot hold; take it out of forward, and put it around the "
-            "call of the Pipe; or move the region into a module that the tracer treats as a leaf; or, if it computes the loss, "
-            f"into a loss function of your own, which is called as a whole{f', or write {remedy}' if remedy else ''}{line}"
+            f"forward enters or sets {what}, which a traced graph cannot hold; do so around the call of the Pipe, or move the "
+            "region into the forward of a module of its own, without a mark inside, which is called as a whole; or, if it "
+            f"computes the loss, into a loss function of your own{f'; or write {remedy}' if remedy else ''}{line}"
         )
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pippy.ir.base import source
 from pippy.ir.trace.in_place import is_changed_in_place
@@ -28,6 +28,7 @@ class Attributes:
             for path, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)
         }
+        self._known = {id(module): attributes for module, attributes in self._before.values()}
         # A forward may write into them: a model of Hugging Face notes in its config what kind of problem it solves.
         self._objects = [(each, dict(vars(each))) for each in _plain_objects(model)]
 
@@ -36,6 +37,14 @@ class Attributes:
         path, _, name = target.rpartition(".")
         tables = self._before[path][1].tables.values() if path in self._before else ()
         return next((table[name] for table in tables if name in table), default)
+
+    def has_other_tensors(self, module: nn.Module) -> bool:
+        """Whether a module, or one inside of it, has other tensors now. A node that calls it would run it with those of before.
+
+        torch.func.functional_call(self.base, dict(self.other.named_parameters()), x)
+        self.conv.weight = self.hyper(z)
+        """
+        return any(id(each) in self._known and _has_others(each, self._known[id(each)]) for each in module.modules())
 
     def restore(self, within: str = "") -> list[str]:
         """Give the modules below a path their attributes again. Returns the names of those that had changed."""
@@ -94,6 +103,15 @@ def _attributes(module: nn.Module) -> _Attributes:
     plain = {name: value for name, value in module.__dict__.items() if name not in _TABLES}
     contents = {name: copy.copy(value) for name, value in plain.items() if type(value) in _CONTAINERS}
     return _Attributes({"": plain, **{table: dict(module.__dict__[table]) for table in _TABLES}}, contents)
+
+
+def _has_others(module: nn.Module, before: _Attributes) -> bool:
+    now = {**module._parameters, **module._buffers}
+    old = {**before.tables["_parameters"], **before.tables["_buffers"]}
+    if now.keys() != old.keys() or any(value is not old[name] for name, value in now.items()):
+        return True
+    plain = [(name, value) for name, value in vars(module).items() if issubclass(type(value), torch.Tensor | fx.Proxy)]
+    return any(value is not before.tables[""].get(name) for name, value in plain)
 
 
 def _restore(module: nn.Module, before: _Attributes) -> list[str]:

@@ -45,7 +45,6 @@ from pippy.ir.trace.exported_guards import check_example, exported_modes, guards
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import tracing
-from pippy.ir.trace.own_tensors import OwnTensors
 from pippy.ir.trace.recording import recording, watching_calls
 from pippy.ir.trace.refusals import raising_refusals, refused
 from pippy.ir.trace.replaced import replaced
@@ -325,7 +324,6 @@ class _Calls:
 
     def __init__(self, model: nn.Module, tracer: fx.Tracer, kept_whole: KeptWhole) -> None:
         self.tracer, self.unmet, self.kept_whole = tracer, dict(annotated_modules(model)), kept_whole
-        self.own_tensors = OwnTensors(model)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -343,7 +341,7 @@ class _Calls:
             path = self.tracer.path_of_module(module)
             if (module._backward_hooks or module._backward_pre_hooks) and not self.tracer.is_leaf_module(module, path):
                 follow = partial(_refuse_backward_hooks, path, follow)
-            if not self.own_tensors.are_others(module):
+            if not self.kept_whole.attributes.has_other_tensors(module):
                 result = self.kept_whole.call(module, follow, args, kwargs)
             elif self.tracer.is_leaf_module(module, path):
                 result = forward(*args, **kwargs)

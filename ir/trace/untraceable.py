@@ -10,7 +10,12 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.model_watch import hooks_of
 from pippy.ir.trace.returned_caches import CacheReturnedError, cache_in
 
-# A part of the message of Python or torch.fx, and the reason to add.
+_TRANSFORM = (
+    "a transform (torch.vmap, torch.func.grad, torch.autograd.functional.jacobian) and functional_call take tensors, and "
+    "tracing has only stand-ins for them; move the lines that make and call the transformed function into the forward of a "
+    "module of its own, without a mark inside, and call that: it is called as a whole"
+)
+# A part of the message of Python or torch, and the reason to add.
 _REASONS = (
     ("cannot be iterated", "tracing sees no values, so a loop over a tensor or an input cannot be followed"),
     ("control flow", "tracing sees no values, so an `if`, a `while` or a `bool()` on a tensor cannot be followed"),
@@ -26,6 +31,8 @@ _REASONS = (
         "assigning .data of a parameter cannot be recorded; change it in place under torch.no_grad(), as in "
         "parameter.mul_(0.99).add_(other, alpha=0.01)",
     ),
+    *((clue, _TRANSFORM) for clue in ("transform API", "vmap(", "only contain Tensors", "must be either a Tensor or")),
+    ("is not an instance of torch.Tensor", _TRANSFORM),
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
 )
 
@@ -48,7 +55,8 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]
-    lines += [] if isinstance(error, NotImplementedError) else [advice]
+    says_it = isinstance(error, NotImplementedError) or reasons[:1] == [_TRANSFORM]
+    lines += [] if says_it else [advice]
     return TracingError("\n".join(lines))
 
 

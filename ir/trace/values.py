@@ -16,7 +16,7 @@ A value that Python was told is fixed in the graph by a `check_fixed` node: wher
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from pippy.ir.base.errors import MarkError
 from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.base.marks import recording_splits
 from pippy.ir.base.node_notes import BYTES, NO_GRADIENT, ROW_SIZES
-from pippy.ir.base.trees import leaves, map_leaves, tensors
+from pippy.ir.base.trees import map_leaves, tensors
 from pippy.ir.call.row_sizes import RowSize, compare_rows
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_fixed
@@ -113,19 +113,6 @@ class Values:
         if node not in self._values:
             self._values[node] = self._find(node)
         return self._values[node]
-
-    def know(self, node: fx.Node, value: Any) -> None:
-        """Take ``value`` for that of an input of a function that is traced into a graph of its own."""
-        self._values[node] = value
-
-    def computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function gives for arguments with nodes in them; `UNKNOWN` if one is unknown, or the function fails."""
-        try:
-            with self._computing():
-                values = [self._argument(each) for each in arguments]
-                return UNKNOWN if any(each is UNKNOWN for each in leaves(values)) else function(*values)
-        except Exception:  # it will fail in the stage
-            return UNKNOWN
 
     def is_tensor(self, node: fx.Node) -> bool:
         """Whether the value of a node is a tensor, for all that is known."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pippy import PipelineDriver1F1B, pipeline
+from pippy.errors import TracingError
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -33,10 +34,28 @@ class BlockWithAnothers(Net):
         return functional_call(self.block, dict(self.block2.named_parameters()), (x,)) + self.block(x)
 
 
+def with_made(self, x):
+    made = {"weight": self.layer.weight * self.scale, "bias": self.layer.bias}
+    return functional_call(self.layer, made, (x,))
+
+
+class Made(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.layer, self.scale = of.layer, of.scale
+
+    forward = with_made
+
+
 class WithMade(Net):
+    """In a module of its own, as the error says."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = Made(self)
+
     def middle(self, x):
-        made = {"weight": self.layer.weight * self.scale, "bias": self.layer.bias}
-        return functional_call(self.layer, made, (x,))
+        return self.made(x)
 
 
 class Assigned(Net):
@@ -63,3 +82,11 @@ def test_a_layer_that_is_called_with_other_tensors(kind, threads):
         assert (gradient is None or not gradient.any()) if parameter.grad is None else gradient is not None, name
         if parameter.grad is not None:
             torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+def test_a_call_with_computed_tensors_is_refused_in_the_models_own_forward(with_example):
+    x = torch.zeros(6, 4)
+    model = type("InItsOwnForward", (Net,), {"middle": with_made})()
+    with pytest.raises(TracingError, match="into the forward of a module of its own"):
+        pipeline(model, nn.MSELoss(), **({"example_args": (x, x)} if with_example else {}))

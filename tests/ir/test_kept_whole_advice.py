@@ -72,9 +72,9 @@ ROWS = {
     "a loop": (loops, "a loop over a tensor", {}),
     "numpy": (fills_numpy, "keep it whole with a tracer", {}),
     "a type": (asks_for_type, "keep it whole with a tracer", {}),
-    "inference mode": (in_inference_mode, "leaf", {}),
-    "autocast": (under_autocast, "into a module that the tracer treats as a leaf", {}),
-    "a default dtype": (default_dtype, "into a module that the tracer treats as a leaf", {}),
+    "inference mode": (in_inference_mode, "into the forward of a module of its own", {}),
+    "autocast": (under_autocast, "into the forward of a module of its own", {}),
+    "a default dtype": (default_dtype, "into the forward of a module of its own", {}),
     "a hook": (with_hook, "in a module of its own, which is kept whole", {}),
 }
 
