@@ -1,4 +1,4 @@
-"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused; the advice works."""
+"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused with working advice."""
 
 import copy
 import gc
