@@ -1,4 +1,4 @@
-"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused with working advice."""
+"""What a script changes after `pipeline()` counts from the next step on, or is refused with advice that works."""
 
 import copy
 import gc

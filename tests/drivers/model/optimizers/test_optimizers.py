@@ -173,7 +173,7 @@ class ByPlace(torch.optim.SGD):
 def test_an_optimizer_that_counts_the_place_in_its_group_is_refused_and_the_advice_works(threads):
     """The parameters of later stages were updated as the first ones."""
     plain, driver = both(threads)
-    with pytest.raises(OptimizerError, match="depends on the place of the parameter.*an option of the group") as told:
+    with pytest.raises(OptimizerError, match=r"depends on the place of the parameter.*an option of the group") as told:
         driver.instantiate_optimizer(ByPlace, lr=0.1)
     assert 'param_groups=[{"params": "first.*", "lr": 0.01}, ...]' in str(told.value)
     groups = [{"params": [name], "lr": 0.1 / (1 + place)} for place, (name, _) in enumerate(plain.named_parameters())]
