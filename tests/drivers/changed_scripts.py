@@ -167,7 +167,7 @@ def set_here(**values: Any) -> Callable[[Script], None]:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, number: float) -> None:
+def fill(tensor: Any, number: float) -> None:
     tensor.copy_(torch.full_like(tensor, number))
 
 
@@ -208,7 +208,7 @@ FOLLOWED: dict[str, Change] = {
     "the state of the optimizer cleared": Change(lambda s: s.optimizer.state.clear(), updating=True),
     "a state for the old one": Change(lambda s: setattr(s.optimizer, "state", defaultdict(dict)), updating=True),
     "attributes of parameters": Change(
-        lambda s: [setattr(each, "lr_scale", 0.1) for each in s.model.first.parameters()],
+        lambda s: [vars(each).update(lr_scale=0.1) for each in s.model.first.parameters()],
         optimizer=Scaled,
         options={"lr": 0.1},
         updating=True,
