@@ -39,7 +39,6 @@ from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
-from pippy.ir.base.names import LOSS
 from pippy.ir.base.surroundings import Surroundings, refused_here
 
 
@@ -113,7 +112,7 @@ class StepRunner:
         watch = self.model.watch
         if self._flags and not watch.has_changed():
             return
-        before = dict(watch.settings.get(LOSS, {}))
+        before = _compared_settings(watch.settings)
         watch.follow(self.model.pipe, self.compiled)
         self.model.parameters.check_written()
         if self._statistics is not None:
@@ -121,7 +120,7 @@ class StepRunner:
         watch.note()
         self.placed.set(watch.settings)
         self._flags = self.placed.flags()
-        if self.first_step is not None and watch.settings.get(LOSS, {}).keys() != before.keys():
+        if self.first_step is not None and _compared_settings(watch.settings) != before:
             self.first_step.forget()
 
     def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
@@ -289,6 +288,16 @@ class StepRunner:
         if self.first_step is not None:
             self.first_step.check_choices_of(answers)
         self._probed.add(unprobed)
+
+
+def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """What was followed of a script, as far as the check of a step depends on it: of a number only that it changes, since a rate
+    may change in each step."""
+    return {
+        (stage, key): type(value) if isinstance(value, float) else value
+        for stage, changed in settings.items()
+        for key, value in changed.items()
+    }
 
 
 def _can_probe(call: StepCall, results: Results) -> bool:

@@ -68,8 +68,8 @@ def code_reads(roots: Iterable[Any], known: Collection[int] = ()) -> list[Read]:
     >>> smoothing = 0.1
     >>> def loss(output, target):
     ...     return (output - target).square().sum() * smoothing
-    >>> [each.name for each in code_reads([functools.partial(loss, target=0)])]
-    ["'target' of a functools.partial"]
+    >>> [each.name.partition(" of ")[0] for each in code_reads([functools.partial(loss, target=0)])]
+    ["'target'", "the global 'smoothing'"]
     """
     found: dict[tuple[int, str], Read] = {}
     seen: dict[int, Any] = {}

@@ -18,6 +18,7 @@ What forward itself assigns is left alone. Nothing is looked at inside of lists,
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -193,7 +194,8 @@ class ModelWatch:
         for part in parts:
             part.note()
         pairs = [(table, part.before.get(name, {})) for part in self._parts for name, table in part.tables().items()]
-        self._filled = [(table, before) for table, before in pairs if table or before]
+        self._filled = [table for table, before in pairs if table or before]
+        self._values = [value for table, before in pairs if table or before for value in before.values()]
         self._empty = [table for table, before in pairs if not (table or before)]
         self._switched = self.flags.modules()
         self._training = [each.training for each in self._switched]
@@ -214,7 +216,8 @@ class ModelWatch:
         """Whether something may have changed since it was noted. This is asked before each step."""
         return (
             any(self._empty)
-            or True in [_differ(*each) for each in self._filled]
+            or sum(map(len, self._filled)) != len(self._values)
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             or self._numbers_now() != (self._versions, self._memory)
             or [each.requires_grad for each in self._tensors.values()] != self._trained
             or [each.training for each in self._switched] != self._training

@@ -1,25 +1,31 @@
-"""What a script changes after `pipeline()` counts from the next step on, as in plain PyTorch, or is refused with advice."""
+"""What a script changes after `pipeline()` counts from the next step on, or is refused with advice that works."""
 
 import copy
+import gc
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from pippy import PipelineDriver, pipeline
-from pippy.drivers.base.errors import DriverError
+from pippy import PipelineDriver, pipe_split, pipeline
+from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import named_state
+from pippy.ir.record.model_watch import ModelWatch
 from pippy.ir.trace.tracer import PipeTracer
 from tests.drivers.changed_scripts import (
     FOLLOWED,
     LOSSES,
     REFUSED,
     Net,
+    Script,
     Whole,
     batch,
     plain_script,
     reset,
+    set_here,
     trained,
 )
 
@@ -134,3 +140,210 @@ def test_a_change_that_cannot_be_followed_is_refused_and_the_advice_works(thread
     found = trained(script, refused.change, [], lambda: script.driver.state_dict())
     assert script.told is not None
     assert_as_plain(found, refused.change, before)
+
+
+IN_PROCESSES = [
+    "an option of the loss",
+    "class weights for none",
+    "a keyword of a partial",
+    "a closure",
+    "two attributes",
+]
+
+
+@pytest.mark.parametrize("name", [*IN_PROCESSES, "attributes of parameters"])
+def test_a_change_is_followed_in_other_processes_and_checked_by_the_witness(cluster, name):
+    model = Net()
+    before = copy.deepcopy(model)
+    script = OnWorkers(cluster, FOLLOWED[name], model)
+    found = trained(script, FOLLOWED[name], [], lambda: script.driver.state_dict())
+    assert_as_plain(found, FOLLOWED[name], before)
+    script.driver.close()
+
+
+@pytest.mark.parametrize("name", ["an option of a layer", "a closure"])
+def test_graphs_of_stages_are_recorded_again(threads, name):
+    model = Net()
+    model.whole = nn.Tanh()  # what assigns attributes is not recorded
+    before = copy.deepcopy(model)
+    script = OnWorkers(threads, FOLLOWED[name], model, check=False, compile="graphs")
+    found = trained(script, FOLLOWED[name], [], lambda: script.driver.state_dict())
+    assert script.driver.compiled["submod_0"].startswith("graphs for")
+    assert_as_plain(found, FOLLOWED[name], before)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_pipe_in_this_process_follows_what_it_calls_and_refuses_the_rest(name):
+    change, model, (x, target) = REFUSED[name].change, Net(), batch()
+    loss = LOSSES[change.loss]()
+    pipe = pipeline(model, loss, tracer=KeepsWhole())
+    pipe(x, target)
+    change.act(Script(model, loss, None, dict, dict, lambda: None))
+    if REFUSED[name].advice == "pipeline" and name != "a parameter assigned":  # of a layer that its stage shares
+        with pytest.raises(ModeError, match=REFUSED[name].match):
+            pipe(x, target)
+    else:
+        torch.testing.assert_close(pipe(x, target), loss(model(x), target))
+
+
+def script_function(**values):
+    """A loss as in the file of a script, whose functions travel with what they read."""
+    code = (
+        "def helper(loss):\n    return loss * FACTOR\n"
+        "def loss(output, target):\n"
+        "    return helper(cross_entropy(output, target, label_smoothing=SETTINGS['smoothing']))\n"
+    )
+    script = {"__name__": "__main__", "cross_entropy": F.cross_entropy, **values}
+    exec(compile(code, "script.py", "exec"), script)
+    return script
+
+
+@pytest.mark.parametrize("kind", ["number", "entry", "dictionary"])
+def test_globals_of_a_script_that_its_loss_reads_are_followed(cluster, kind):
+    script, model, (x, target) = script_function(FACTOR=1.0, SETTINGS={"smoothing": 0.1}), Net(), batch()
+    driver = PipelineDriver(pipeline(model, script["loss"], tracer=KeepsWhole()), cluster)
+    for number in (0.5, 0.3):
+        if kind == "number":
+            script["FACTOR"] = number
+        elif kind == "entry":
+            script["SETTINGS"]["smoothing"] = number
+        else:
+            script["SETTINGS"] = {"smoothing": number}
+        torch.testing.assert_close(driver.run(3, x, target), script["loss"](model(x), target).detach())
+    driver.close()
+
+
+def test_globals_of_a_module_that_workers_import_are_refused_and_the_advice_works(cluster):
+    model, (x, target), loss = Net(), batch(), LOSSES["function"]()
+    driver = PipelineDriver(pipeline(model, loss, tracer=KeepsWhole()), cluster)
+    driver.run(3, x, target)
+    set_here(FACTOR=3.0)(None)
+    with pytest.raises(ModeError, match=r"'FACTOR' of tests.*is 3.0 now in place of 1.0.*functools.partial\(loss_fn"):
+        driver.run(3, x, target)
+    reset()
+    driver.close()
+    change, model = FOLLOWED["a keyword of a partial"], Net()
+    before = copy.deepcopy(model)
+    script = OnWorkers(cluster, change, model)
+    assert_as_plain(trained(script, change, [], lambda: script.driver.state_dict()), change, before)
+    script.driver.close()
+
+
+class Normed(nn.Module):
+    """Its statistics change in each step, on the workers, and in the witness."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        x = self.norm(self.first(x))
+        pipe_split()
+        return self.last(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_script_may_do_between_steps_is_no_alarm(threads, tmp_path):
+    model, loss, (x, target) = Normed(), nn.CrossEntropyLoss(), batch()
+    driver = PipelineDriver(pipeline(model, loss), threads)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    elsewhere = copy.deepcopy(model)
+
+    def load_trained():
+        model.load_state_dict(driver.state_dict())
+
+    def average():
+        model.average = copy.deepcopy(model.first)
+
+    between = [
+        lambda: driver.copy_to(model),
+        lambda: driver.copy_to(elsewhere),
+        load_trained,
+        lambda: driver.load_state_dict(elsewhere.state_dict()),
+        lambda: driver.load(driver.save(tmp_path, optimizer=optimizer), optimizer=optimizer),
+        lambda: driver.check(3, x, target),
+        lambda: driver.memory(3, x, target),
+        lambda: driver.eval_batch(iter([(x, target)]), chunks=1),
+        lambda: (model.eval(), model(x), driver.pipe(x, target), model.train()),
+        lambda: pickle.loads(pickle.dumps(driver.pipe)),
+        average,
+        lambda: setattr(model, "_is_hf_initialized", True),
+        lambda: model.register_forward_pre_hook(lambda *_: None).remove(),
+        lambda: setattr(model, "steps", 7),
+        lambda: (model.double(), loss.to("cpu"), gc.collect()),
+        lambda: model.zero_grad(),
+    ]
+    for act in between:
+        driver.run(3, x, target)
+        optimizer.step()
+        optimizer.zero_grad()
+        act()
+    driver.run(3, x, target)
+
+
+def test_nothing_is_told_to_workers_if_nothing_was_changed(threads, monkeypatch):
+    told, model, (x, target) = [], Net(), batch()
+    driver = PipelineDriver(pipeline(model, nn.CrossEntropyLoss(), tracer=KeepsWhole()), threads)
+    post = driver.commands.post_step
+    monkeypatch.setattr(
+        driver.commands,
+        "post_step",
+        lambda steps, *args: told.append({s.flags is None for s in steps.values()}) or post(steps, *args),
+    )
+    looked = []
+    follow = ModelWatch.follow
+    monkeypatch.setattr(ModelWatch, "follow", lambda *args, **kwargs: looked.append(1) or follow(*args, **kwargs))
+    for number in range(6):
+        if number == 3:
+            model.act.negative_slope = 0.3
+        driver.run(3, x, target)
+    assert told == [{False}, {True}, {True}, {False}, {True}, {True}]
+    assert len(looked) == 2  # in the first step, and where something was changed
+
+
+def test_a_copy_of_a_pipe_notices_tensors_in_place_of_its_own():
+    model, (x, target) = Net(), batch()
+    pipe = copy.deepcopy(pipeline(model, nn.CrossEntropyLoss(), tracer=KeepsWhole()))
+    with pytest.raises(ModeError, match="'offset' of the model was replaced by another tensor"):
+        torch.func.functional_call(pipe, {"offset": torch.ones(4)}, (x, target))
+    pipe(x, target)
+
+
+def test_gradients_are_read_only_and_hooks_change_them(threads):
+    model, (x, target) = Net(), batch()
+    driver = PipelineDriver(pipeline(model, nn.CrossEntropyLoss(), tracer=KeepsWhole()), threads)
+    driver.run(3, x, target)
+    first = driver.get_grad("last.weight")
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        driver.gradients()["last.weight"].mul_(0.5)
+    assert torch.equal(driver.gradients()["last.weight"], first) and float((first * 2).norm()) > 0
+    model.last.weight.register_hook(lambda gradient: gradient * 0.5)
+    driver.zero_grad()
+    driver.run(3, x, target)
+    torch.testing.assert_close(driver.get_grad("last.weight"), first * 0.5)
+
+
+def test_the_states_of_an_optimizer_are_said_to_be_on_the_workers(threads):
+    model, (x, target) = Net(), batch()
+    driver = PipelineDriver(pipeline(model, nn.CrossEntropyLoss(), tracer=KeepsWhole()), threads)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    driver.run(3, x, target)
+    optimizer.step()
+    for read in (
+        lambda: optimizer.state[model.last.weight],
+        lambda: list(optimizer.state.values()),
+        lambda: list(optimizer.state),
+        lambda: optimizer.state.update({1: 2}),
+        lambda: setattr(optimizer, "state", {model.last.weight: {}}),
+        lambda: bool(optimizer.state),
+    ):
+        with pytest.raises(OptimizerError, match="states of this optimizer are on the workers"):
+            read()
+    state = optimizer.state_dict()
+    state["state"]["last.weight"]["momentum_buffer"] = torch.zeros(4, 4)
+    optimizer.load_state_dict(state)  # as it says
+    assert not optimizer.state_dict()["state"]["last.weight"]["momentum_buffer"].any()
+    optimizer.state.clear()
+    assert not optimizer.state_dict()["state"]

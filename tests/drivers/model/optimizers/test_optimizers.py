@@ -159,6 +159,36 @@ def test_an_optimizer_that_draws_random_numbers_mixes_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class ByPlace(torch.optim.SGD):
+    """Goes by the place of a parameter in its group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] / (1 + place) * parameter.grad)
+
+
+def test_an_optimizer_that_counts_the_place_in_its_group_is_refused_and_the_advice_works(threads):
+    """The parameters of later stages were updated as the first ones."""
+    plain, driver = both(threads)
+    with pytest.raises(OptimizerError, match=r"depends on the place of the parameter.*an option of the group") as told:
+        driver.instantiate_optimizer(ByPlace, lr=0.1)
+    assert 'param_groups=[{"params": "first.*", "lr": 0.01}, ...]' in str(told.value)
+    groups = [{"params": [name], "lr": 0.1 / (1 + place)} for place, (name, _) in enumerate(plain.named_parameters())]
+    mine, theirs = (
+        driver.instantiate_optimizer(torch.optim.SGD, param_groups=groups),
+        ByPlace(plain.parameters(), lr=0.1),
+    )
+    x, target = batch()
+    driver.run(2, x, target)
+    F.mse_loss(plain(x), target).backward()
+    mine.step(), theirs.step()
+    for name, expected in plain.named_parameters():
+        torch.testing.assert_close(driver.state_dict()[name], expected.detach())
+
+
 OPTIMIZERS = [
     kind
     for kind in vars(torch.optim).values()
