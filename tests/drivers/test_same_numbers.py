@@ -19,7 +19,6 @@ KNOWN: dict[int, str] = {  # the habits, of this seed's example, that are not me
     469: "change gradients edited: torch's own error says that they cannot be written",
     633: "loss decayed; change gradients zeroed by the model",
     667: "change clipped",
-    868: "change reduction",
     987: "part reads: detached; change clipped; optimizer scaled",
 }
 
