@@ -291,7 +291,7 @@ class StepRunner:
 
 
 def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """What was followed of a script, as far as the check of a step depends on it: of a float only that it changes, as rates do."""
+    """What was followed of a script, as far as the check of a step depends on it: of a float, that it changes, as rates do."""
     return {
         (stage, key): type(value) if isinstance(value, float) else value
         for stage, changed in settings.items()

@@ -141,7 +141,7 @@ class FirstStep:
             loaded = self._loaded(division, columns, run)
             if division.is_cut:
                 sets = self._compared_sets(self._rows(loaded), with_padding)
-            elif self.compiled.guards.are_of_rows is False and division.sizes is not None:
+            elif division.sizes is not None and not self.compiled.guards.are_of_rows:
                 sets = [self._uncut(TriedRows(loaded))]
         except (Unlike, NoRows) as error:
             reasons.append(str(error))
