@@ -14,10 +14,9 @@ import copy
 import os
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import BuiltinMethodType, FrameType, MethodType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -25,30 +24,12 @@ from torch import nn
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
+from pippy.ir.trace.left_as_it_was import numpys_generators
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import patched_here
 
 _SEEDING = frozenset(("manual_seed", "seed", "set_state"))
 _ASKING = frozenset(("getstate", "setstate", "get_state", "initial_seed", "get_bit_generator", "get_printoptions"))
-
-_WITHOUT_PARTS = frozenset(
-    (
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        type(None),
-        torch.Size,
-        torch.dtype,
-        torch.device,
-        torch.Tensor,
-        nn.Parameter,
-    )
-)
-_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
-_DEPTH = 6  # a generator that lies deeper is not noticed
 
 
 @contextmanager
@@ -85,22 +66,16 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def _watching_numpy(model: nn.Module) -> Iterator[None]:
-    numpy = sys.modules["numpy"].random
-    files = _files(model)
+    numpy, generators = sys.modules["numpy"].random, numpys_generators()
+    generators = [
+        each for each in generators if each is not numpy.mtrand._rand
+    ]  # that is patched; other threads draw on
+    before = [copy.deepcopy(_bits(each).state) for each in generators]
     with ExitStack() as stack:
-        for module in (numpy, *files):
+        for module in (numpy, *_files(model)):
             for name, value in list(vars(module).items()):
                 if getattr(value, "__self__", None) is numpy.mtrand._rand and name not in _ASKING:
                     stack.enter_context(patched_here(module, name, _refuse_numpy))
-        held = _Held((numpy.Generator, numpy.RandomState))
-        for module in model.modules():
-            for name, value in module.__dict__.items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    held.look_into(value, _DEPTH)
-        for file in files:
-            held.look_into(vars(file), _DEPTH, objects=False)
-        generators = held.generators
-        before = [copy.deepcopy(_bits(each).state) for each in generators]
         yield
     drawn = [pair for pair in zip(generators, before) if repr(_bits(pair[0]).state) != repr(pair[1])]
     for generator, state in drawn:
@@ -121,42 +96,6 @@ def _files(model: nn.Module) -> list[ModuleType]:
     """The Python modules that define the classes of ``model``, without torch's."""
     names = {each.__module__ for module in model.modules() for each in type(module).__mro__} - {"builtins"}
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
-
-
-class _Held:
-    """Finds the generators that dicts, lists and objects hold, also by one of their methods."""
-
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        self.kinds, self.generators = kinds, list[Any]()
-        self._seen: dict[int, Any] = {}
-
-    def look_into(self, value: Any, depth: int, objects: bool = True) -> None:
-        """Look for generators that are at most ``depth`` steps away. Not into classes, modules and tensors."""
-        kind = type(value)
-        if kind in _WITHOUT_PARTS or (kind in _CONTAINERS and not value) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, self.kinds):
-            self.generators.append(value)
-        elif depth:
-            for part in _parts(value, objects):
-                self.look_into(part, depth - 1, objects)
-
-
-def _parts(value: Any, objects: bool) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, BuiltinMethodType | MethodType):
-        is_global = (
-            value.__self__ is sys.modules["numpy"].random.mtrand._rand
-        )  # refused by a patch; other threads draw on
-        return [] if is_global else [value.__self__]
-    if not objects or isinstance(value, type | ModuleType | nn.Module | torch.Tensor):
-        return []
-    slots = (name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()))
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 def draw_refusal(generator: str, frame: FrameType | None) -> TracingError:

@@ -67,6 +67,11 @@ _TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace
 # These check what they are given as no proxy can be checked.
 _WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
 
+_FROM_ANOTHER_TRACE = (
+    "forward uses a value that it computed while it was traced before, and that is kept in a cache of an installed package. "
+    "What to do: compute the value in __init__, and keep it in a buffer"
+)
+
 
 def _is_tensor(value: Any) -> bool:
     if issubclass(type(value), fx.Proxy):
@@ -325,6 +330,8 @@ def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
         if changed := changes.found():
             raise _lost(", ".join(changed), sys._getframe(1))
         node = create_node(*args, **kwargs)
+        if any(each.graph is not node.graph for each in node.all_input_nodes):
+            raise refused(TracingError(_FROM_ANOTHER_TRACE))
         SOURCE.put(node, source.of_frame(sys._getframe(1)))
         MODULE_PATH.put(node, tracer.scope.module_path)
         if not torch.is_grad_enabled():

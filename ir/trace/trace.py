@@ -44,7 +44,7 @@ from pippy.ir.trace.exported import ExportedModel
 from pippy.ir.trace.exported_guards import check_example, exported_modes, guards_of
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
-from pippy.ir.trace.left_as_it_was import tracing
+from pippy.ir.trace.left_as_it_was import forgetting_one_trace, tracing
 from pippy.ir.trace.recording import recording, watching_calls
 from pippy.ir.trace.refusals import raising_refusals, refused
 from pippy.ir.trace.replaced import replaced
@@ -55,7 +55,6 @@ from pippy.ir.trace.suppositions import supposing
 from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
 from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.trace.untraceable import check_model, explained
-from pippy.ir.trace.users_caches import forgetting_one_trace
 from pippy.ir.trace.values import (
     Values,
     find_row_sizes,

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 
 import pytest
 import torch
@@ -173,6 +174,20 @@ def test_a_model_that_is_traced_in_both_modes_finds_nothing_of_the_first_trace()
     model = DropsOut(limited, False)
     pipe = pipeline(model, example_args=(X,))
     assert torch.equal(pipe.eval()(X), model.eval()(X))
+
+
+def test_a_cache_of_an_installed_package_is_not_used_by_another_trace(tmp_path, monkeypatch):
+    """No walk reaches it. The graph of the other mode had a node of the first graph."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "keeps_tables.py").write_text(
+        "import torch\ntables = {}\ndef table(n):\n    return tables.setdefault(n, torch.arange(n) * 1.0)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    keeps_tables = importlib.import_module("keeps_tables")
+    pipe = pipeline(DropsOut(lambda n: keeps_tables.table(n), False), example_args=(X,))
+    with pytest.raises(PippyError, match="kept in a cache of an installed package"):
+        pipe.eval()(X)
 
 
 @pytest.mark.filterwarnings("ignore")
