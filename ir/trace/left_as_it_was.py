@@ -36,7 +36,6 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Tensor
 _WRAPPERS = (types.MethodType, types.BuiltinMethodType, staticmethod, classmethod, property, functools.partial)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _MANY = 10_000  # a container that holds more is data, and not looked at
-_MISSING = object()
 
 
 @contextmanager
