@@ -321,7 +321,7 @@ def test_an_edit_of_gradients_is_refused_and_hooks_change_them(threads):
     for use in (optimizer.step, lambda: driver.clip_grad_norm_(1.0), lambda: driver.clip_grad_value_(1.0)):
         for gradient in driver.gradients().values():
             gradient.mul_(0.5)
-        with pytest.raises(DriverError, match="were changed in place, but they are copies.*parameter.register_hook"):
+        with pytest.raises(DriverError, match=r"were changed in place, but they are copies.*parameter.register_hook"):
             use()
     assert torch.equal(driver.get_grad("last.weight"), first)
     driver.get_grad("last.weight").clone().mul_(0.5)
