@@ -24,7 +24,6 @@ from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.names import LOSS, named_state
-from pippy.ir.base.trees import map_tensors
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.pipe import Pipe, models_of
 from pippy.ir.record.model_watch import ModelWatch
@@ -67,10 +66,12 @@ class RemoteParameters:
             self.commands.call_reducing(lambda _: dict.fromkeys(self.commands.workers, ReduceGradients()))
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
-        """The gradients of these parameters, or of all. They are read-only."""
+        """The gradients of these parameters, or of all: copies, of which it is noted that nobody edits them."""
         wanted = self._names() if names is None else names
         self.reduce_gradients()
-        return map_tensors(_read_only, self.fetch(wanted, gradients=True))
+        found = self.fetch(wanted, gradients=True)
+        self.commands.fetched += [(each, each._version) for each in found.values() if each is not None]
+        return found
 
     def grad_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all gradients together."""
@@ -89,6 +90,7 @@ class RemoteParameters:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, and give the norm."""
         _check_limit("max_norm", max_norm)
+        self.commands.check_not_edited()
         total = self.grad_norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise DriverError(
@@ -102,6 +104,7 @@ class RemoteParameters:
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients between -clip_value and ``clip_value``."""
         _check_limit("clip_value", clip_value)
+        self.commands.check_not_edited()
         limit = float(clip_value)
         self.commands.wait()
         with first_waits():
@@ -199,12 +202,6 @@ class RemoteParameters:
             and (name in known or name.startswith(f"{LOSS}."))
             and self.placed.locations(name)
         ]
-
-
-@torch.inference_mode()
-def _read_only(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as an inference tensor, which torch does not let be changed in place: the workers would not see it."""
-    return torch.empty(0, dtype=gradient.dtype).set_(gradient) if gradient.layout is torch.strided else gradient.clone()  # type: ignore[call-overload]
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.protocol.commands import ZeroGrad
@@ -109,6 +111,7 @@ class DriverCommands:
         self.starts: dict[int, int] = {}  # of the processes that hold the stages
         self.left: dict[int, int] = {}  # of those that held stages before, and may hold them still
         self.recovering = False
+        self.fetched: list[tuple[torch.Tensor, int]] = []  # gradients that the script was given, and their versions
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def load(self, loads: Mapping[int, Load], flags: Flags) -> None:
@@ -259,8 +262,19 @@ class DriverCommands:
         self.gradients = GradientState.REDUCED
         return answers
 
+    def check_not_edited(self) -> None:
+        """Raise if the script has edited gradients that it was given, which the workers do not see."""
+        edited, self.fetched = any(each._version != version for each, version in self.fetched), []
+        if edited:
+            raise DriverError(
+                "gradients that driver.gradients() or driver.get_grad() gave were changed in place, but they are copies, and "
+                "the workers keep theirs. To change gradients, call driver.clip_grad_norm_ or driver.clip_grad_value_, or put "
+                "hooks on the parameters before the step (parameter.register_hook); to compute with a copy, clone() it"
+            )
+
     def zero_grad(self) -> None:
         """Drop all gradients: the next command says so."""
+        self.fetched = []
         self.gradients, self.zeroed = GradientState.TO_DROP, frozenset()
         self.nonfinite.drop_all()
         self.parameters_updated()
@@ -274,6 +288,7 @@ class DriverCommands:
 
     def parameters_updated(self) -> None:
         """The steps so far made one update."""
+        self.fetched = []
         self.unapplied = False
         if self.steps:
             self.steps_of_last_update, self.steps = self.steps, 0

@@ -252,7 +252,9 @@ class ModelWatch:
         path = f"{part.path}.{name}".lstrip(".")
         if table in HOOK_ATTRIBUTES:
             raise ModeError(_hooks_changed(part))
-        if part.assigns(name):
+        if part.assigns(name) or (
+            isinstance(new, torch.Tensor) and not new.is_leaf
+        ):  # a weight norm computes its weight
             return
         if table == "_modules":
             is_called = isinstance(part.module, _CONTAINERS) or part.may_read(name)
@@ -326,7 +328,10 @@ def _differ(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    try:
+        return tensor.data_ptr() >= 0
+    except RuntimeError:  # a sparse one, a fake one, one that wraps others
+        return False
 
 
 def _is_setting(name: str, tensor: torch.Tensor) -> bool:

@@ -207,6 +207,7 @@ class PipelineOptimizer(Optimizer):
                 "step() does not take a closure, which would run in this process and not on the workers; call "
                 "driver.run before step()"
             )
+        self.commands.check_not_edited()
         self.commands.wait()
         with first_waits():  # or some workers might have updated their parameters, and others not
             self.update_parameters()
