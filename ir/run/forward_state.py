@@ -79,7 +79,9 @@ class Before:
         with torch.no_grad():
             for number, name in written:
                 tensor, copied = self.same[number][name], self.tensors.copies[number, name]
-                if not tensor.is_inference() and tensor.shape == copied.shape:
+                if not tensor.is_inference():
+                    if tensor.shape != copied.shape:
+                        tensor.resize_(copied.shape)
                     tensor.copy_(copied)
                     self.held[number][name] = tensor
 

@@ -591,18 +591,6 @@ class Penalty(nn.Module):
         return difference + 10 * (gradient.norm(2, 1) - 1).square().mean()
 
 
-class Forces(nn.Module):
-    """Derivatives of each row, which `vmap` and `grad` compute in one operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.energy, self.last = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(3, 1)
-
-    def forward(self, x, y):
-        forces = torch.func.vmap(torch.func.grad(lambda row: self.energy(row).sum()))(x)
-        return (self.last(forces) * y).mean()
-
-
 class SameObject(nn.Module):
     """Asks whether two values are one object, as they are not where each operation is run alone."""
 
@@ -617,7 +605,7 @@ class SameObject(nn.Module):
         return F.mse_loss(x, y)
 
 
-@pytest.mark.parametrize("kind", [Penalty, Forces, SameObject])
+@pytest.mark.parametrize("kind", [Penalty, SameObject])
 def test_what_cannot_run_alone_runs_after_all_before_it(kind, in_float64, seeded):
     model, args = kind(), (torch.randn(5, 3), torch.randn(5, 3))
     plain = copy.deepcopy(model)

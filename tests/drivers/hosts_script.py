@@ -106,7 +106,7 @@ with pippy.cluster(**json.loads(os.environ.get("OPTIONS", "{}"))) as cluster:
         if order == "train":
             train_all(cluster)
             continue
-        driver = PipelineDriver(pipeline(Unending(len(cluster)), F.mse_loss, tracer=Whole), cluster)
+        driver = PipelineDriver(pipeline(Unending(len(cluster)), F.mse_loss, tracer=Whole), cluster, check=False)
         try:
             driver.run(4, torch.randn(8, 6), torch.randn(8, 6))
         except PippyError as error:

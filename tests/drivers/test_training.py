@@ -139,7 +139,7 @@ def test_copies_are_added_up_once_per_update(threads, monkeypatch):
         AddingUp, "__init__", lambda self, own, *args: sums.append(own.index) or inner(self, own, *args)
     )
     _, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, threads, world_size=2)
+    driver = PipelineDriver1F1B(pipe, threads, world_size=2, check=False)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     for runs in (1, 1, 3, 3, 3):
         sums.clear()

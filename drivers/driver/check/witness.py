@@ -31,6 +31,7 @@ from pippy.drivers.driver.steps.asked_outputs import model_output
 from pippy.drivers.worker.measure.leave_unchanged import as_now
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.base.trees import children, map_tensors
 from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled
@@ -186,7 +187,9 @@ class Witness:
     @contextmanager
     def aside(self, hooks: bool) -> Iterator[None]:
         """Inside, the model may run: random numbers are the same for every row. At the end all is put back."""
+        surroundings = Surroundings.current()
         with ExitStack() as stack:
+            stack.callback(surroundings.set_process)
             stack.enter_context(untouched_random_state())
             stack.enter_context(_left(as_now([self.model, self.loss])))
             stack.enter_context(_own_gradients(list(self.parameters().values()), hooks))
