@@ -310,7 +310,8 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
         TracingError(
             f"forward enters or sets {what}, which a traced graph cannot hold; do so around the call of the Pipe, or move the "
             "region into the forward of a module of its own, without a mark inside, which is called as a whole; or, if it "
-            f"computes the loss, into a loss function of your own{f'; or write {remedy}' if remedy else ''}{line}"
+            "computes the loss, into a loss function of your own, which is called as a whole"
+            f"{f'; or write {remedy}' if remedy else ''}{line}"
         )
     )
 
