@@ -192,12 +192,13 @@ def test_a_parameter_with_a_hook_may_be_copied():
     assert allowed(trace(model)) == [1, 2, 3]
 
 
-def test_a_tensor_that_wants_a_gradient_and_is_no_parameter_stays_with_its_leaf():
+def test_a_tensor_that_wants_a_gradient_and_is_no_parameter_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     shared = torch.ones(4, requires_grad=True)
     for layer in (model[0], model[2]):
         layer.register_buffer("shared", shared)
-    assert allowed(trace(model)) == [3]
+    with pytest.raises(SharedParameterError, match=r"0\.shared requires a gradient.*Register it as an nn\.Parameter"):
+        allowed(trace(model))
 
 
 def test_what_crosses():
