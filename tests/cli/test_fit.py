@@ -70,7 +70,7 @@ TOO_WIDE = f"{LOSS} --input float32[64,9] --input float32[64,8]"
     [
         ("-m 100", CALL, r"too few for 100 micro-batches; use chunks=64 or less", "-m for chunks="),
         ("", UNEVEN, r"^Error: without -m, .* not all as many; give .*-m 1$", None),
-        ("-m 2", UNEVEN, r"chunk_spec=.*Replicate\(\)", "-m 1 for Replicate()"),
+        ("-m 2", UNEVEN, r"chunk_spec=.*Replicate\(\)", "-m for chunks=, -m 1 for Replicate()"),
         ("", NO_TARGET, r"^Error: example_args are not arguments of this Pipe: missing", "--input for example_args"),
         ("", TOO_WIDE, r"give example_args and example_kwargs that the model", "--input for example_args"),
     ],
