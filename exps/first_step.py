@@ -5,12 +5,12 @@ Command:  python -m exps.first_step                    (from the root of the rep
 Method:   two workers, pinned, one intra-op thread each, 1F1B, 8 micro-batches: a perceptron of two layers, and the decoder of
           `versus_torch` (tiny, small). In each round two fresh drivers of one Pipe run: with ``check=True`` and with
           ``check=False``, in random order. Timed are the first step, and ``--steps`` steps after it. Figures are medians over
-          rounds, and in brackets the quarter and three quarters. ``trials`` are the steps of a few rows that the check sends,
-          one message to each worker, and one more to drop what was compared.
-Finding:  two cores, quiet (--rounds 15 --steps 12). Perceptron: 3 trials, first step 29.2 ms (27.8 to 31.8) checked and 8.1
-          not, a later step 2.8: the check takes 7.5 of those. Decoder, tiny: 10 trials, 149 ms (147 to 151), 16.7 and 10.3:
-          12.8 of them; small: 358 ms (351 to 376), 39 and 31: 10.3. Their loss is a function that calls torch's cross
-          entropy: padding is tried, and the count that torch takes fits.
+          rounds, and in brackets the quarter and three quarters. ``trials`` are the steps that the check sends to workers: of a
+          few rows, and of all rows; each is one message to each worker. The plain model runs in the script's process.
+Finding:  two cores, busy (--rounds 3 --steps 4). Perceptron: 3 trials, first step 44.1 ms (43.3 to 44.6) checked and 7.5 not,
+          a later step 2.7: the check takes 13 of those. Decoder, tiny: 8 trials, 303 ms (295 to 321), 20.5 and 9.4: 30 of
+          them; small: 763 ms (742 to 790), 36 and 27: 27. Their loss is a function that calls torch's cross entropy: padding
+          is tried, and the count that torch takes fits.
 """
 
 import argparse
