@@ -166,7 +166,7 @@ def test_a_layout_that_is_not_cut_may_be_given_whole_or_in_pieces():
 
 def test_other_wrong_arguments_are_refused():
     for chunks in (0, -1, True, 2.0):
-        with pytest.raises(MicrobatchError, match="chunks=.*: give the number of micro-batches, 1 or more"):
+        with pytest.raises(MicrobatchError, match=r"chunks=.*: give the number of micro-batches, 1 or more"):
             divide({}, chunks)
     with pytest.raises(MicrobatchError, match="is given as MicroBatches"):
         divide({"x": MicroBatches([1, 2])}, 2, mask=True)
