@@ -24,7 +24,7 @@ from pippy.drivers.driver.check.trial_bytes import TrialBytes
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.whole_step import WholeTrial
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
-from pippy.drivers.driver.steps.asked_outputs import asked_outputs, returns_more
+from pippy.drivers.driver.steps.asked_outputs import asked_outputs
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results
@@ -144,9 +144,11 @@ class StepRunner:
         results = self.results(call, self.settings.output_spec)
         purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
         if self.first_step is not None and call.trains:
+            how = self.first_step.how
             with advising(call.division):
                 self._check_first(self.first_step, call, sent)
-            results = self.results(call, self.settings.output_spec)
+            if self.first_step.how is not how:  # the check has found what weighs the losses
+                results = self.results(call, self.settings.output_spec)
         unprobed = (chunks, call.trains, outputs is not None)
         record = self.recording
         steps = self._prepared(
@@ -209,7 +211,7 @@ class StepRunner:
     ) -> WholeTrial:
         """The step as a trial, on rows that are in this process. What is put together by a spec of the user's is left out."""
         assert self.first_step is not None
-        more = returns_more(self.compiled, call.outputs) and self.settings.output_spec is None
+        more = bool(self.results(call, None).merges) and self.settings.output_spec is None
         call = replace(call, division=division, scale=None, outputs=more)
         results = self.results(call, None)
         flags, numbers = self.placed.flags(), self.commands.numbers

@@ -20,6 +20,7 @@ from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
 from pippy.drivers.driver.check.aside import aside
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
+from pippy.drivers.driver.check.disagreement import stage_of_call, stages_with
 from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
 from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
 from pippy.drivers.driver.check.report import CheckReport
@@ -27,12 +28,11 @@ from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import GiveState
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.brief import brief
-from pippy.ir.base.names import LOSS, named_state, stage_name
+from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
 from pippy.ir.record.nodes import is_getitem
@@ -198,7 +198,12 @@ class StepCheck:
         held = {(worker, place): value for worker in wanted for place, value in answers[worker].tensors.items()}
         return [
             Difference(
-                "parameter", name, off, 0.0, _stage_of(place.call, self.placed), f"the copy on {self._worker(worker)}"
+                "parameter",
+                name,
+                off,
+                0.0,
+                stage_of_call(self.placed, place.call),
+                f"the copy on {self._worker(worker)}",
             )
             for name, (first, *others) in several.items()
             for worker, place in others
@@ -215,15 +220,14 @@ class StepCheck:
             return self._maker(next(node for node in nodes if node.name == self.compiled.loss.value))
         if difference.kind == "output":
             return self._maker(_at(model_output(self.compiled), difference.name, "output"))
-        calls = [place.call for _, place in self.placed.locations(difference.name)]
-        return ", ".join(dict.fromkeys(_stage_of(call, self.placed) for call in calls))
+        return stages_with(self.placed, difference.name)
 
     def _maker(self, node: Any) -> str:
         """The stage that makes a value of the graph."""
         while isinstance(node, fx.Node) and is_getitem(node):
             node = node.args[0]
         is_made = isinstance(node, fx.Node) and node.op == "call_module"
-        return _stage_of(str(node.target), self.placed) if is_made else ""
+        return stage_of_call(self.placed, str(node.target)) if is_made else ""
 
     def _origin(
         self,
@@ -321,11 +325,6 @@ def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
     after = after.detach().cpu()
     size, update = float(after.abs().max()), float((after - before.to(after.dtype)).abs().max())
     return 4 * torch.finfo(after.dtype).eps + (floor_of(after.dtype) * update / size if size else 0.0)
-
-
-def _stage_of(call: str, placed: PlacedPipe) -> str:
-    """The stage of a call: that of the loss is the one that it runs with."""
-    return stage_name(placed.loss_stage) if call == LOSS else call
 
 
 def _at(value: Any, path: str, here: str) -> Any:

@@ -1,10 +1,10 @@
 """Compares the pipeline with its witness, on a few rows: as they are, and in two uneven micro-batches, cut in two places.
 
-the witness       the user's model on all of these rows            or, where no process holds it, the pipeline on all of them
-begun             two micro-batches
-by                two micro-batches                      with another reduction
-measured          the witness with rows turned           if differences may be rounding, or a buffer that changes once in a step
-elsewhere         two other micro-batches                as the first two may agree by chance
+the witness     the user's model on all of these rows    or, where no process holds it, the pipeline on all of them
+begun           two micro-batches
+by              two micro-batches                        with another reduction
+measured        the witness with rows turned             if differences may be rounding, or a buffer changes once in a step
+elsewhere       two other micro-batches                  as the first two may agree by chance
 """
 
 import math
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from pippy.drivers.compare.wide import NARROW
 from pippy.drivers.driver.check.checked import Cost
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
 from pippy.drivers.driver.check.rows import TriedRows
-from pippy.drivers.driver.check.trial_steps import HowTried, TrialSteps, Tried
+from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, TrialSteps, Tried
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.errors import PippyError
@@ -65,12 +66,6 @@ class RowComparison:
         return float(self.right.plain["loss", ""])
 
     @property
-    def is_finite(self) -> bool:
-        """Whether the right loss and gradients are finite. Others show little."""
-        numbers = [each for (kind, _), each in self.right.plain.items() if kind in ("loss", "gradient")]
-        return all(bool(each.isfinite().all()) for each in numbers if each is not None)
-
-    @property
     def loss_differs(self) -> bool:
         return any(each.kind == "loss" for each in self.differences)
 
@@ -78,7 +73,7 @@ class RowComparison:
     def buffers_differ(self) -> bool:
         return any(each.kind == "buffer" for each in self.differences)
 
-    @property
+    @cached_property
     def differences(self) -> list[Difference]:
         """The differences, the worst first."""
         disagreeing = [Difference("buffer", name, math.inf, 0.0) for name in sorted(self.parts.disagreeing)]
@@ -181,12 +176,16 @@ class Comparisons:
         if comparison.agrees or (off.share > 1e-2 and not comparison.buffers_differ):
             return comparison
         rows, reduction, parts = comparison.rows, comparison.reduction, comparison.parts
-        names = {each.name for each in comparison.differences if each.kind == "buffer"}
-        places = {place for name in names for place in parts.places.get(name, ())}
-        if places - self.follow:  # buffers change once in a step from now on
-            self.follow |= places
+        if self.follows_more(comparison.differences, parts.places):
             parts = self._tried(rows, reduction)
         return self._row(rows, reduction, parts, noise=True)
+
+    def follows_more(self, differences: Sequence[Difference], places: BufferPlaces) -> bool:
+        """Have the buffers that differ change once in a step from now on; whether there are more of them now."""
+        names = {each.name for each in differences if each.kind == "buffer"}
+        more = {place for name in names for place in places.get(name, ())} - self.follow
+        self.follow |= more
+        return bool(more)
 
     def cut_elsewhere(self, comparison: RowComparison) -> RowComparison:
         """Compare two other micro-batches too, if the first two agree."""
@@ -221,12 +220,8 @@ class Comparisons:
     def witnessed(self, rows: TriedRows, reduction: LossReduction, turned: bool = False) -> WitnessStep:
         """The right numbers of some rows. They are computed once: another order of the rows changes rounding alone."""
         wide = self._is_wide(rows.division)
-        key = (
-            rows.key,
-            tuple(rows.order) if reduction.single else (),
-            turned,
-            wide,
-        )  # one loss over rows may ask for order
+        order = tuple(rows.order) if reduction.single else ()  # one loss over all rows may depend on it
+        key = (rows.key, order, turned, wide)
         if key not in self._witnessed:
             self._witnessed[key] = rows, self._witness(rows, reduction, turned, wide)
         return self._witnessed[key][1]

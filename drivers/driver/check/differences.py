@@ -100,6 +100,12 @@ class Comparison:
     of_buffers: float = 0.0
     known: Mapping[ComparedKey, float] = field(default_factory=dict)
 
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether the right loss and gradients are finite. Others show little."""
+        numbers = [each for (kind, _), each in self.plain.items() if kind in ("loss", "gradient")]
+        return all(bool(each.isfinite().all()) for each in numbers if each is not None)
+
     def differences(self, numbers: Numbers) -> list[Difference]:
         """The tensors that are wrong, the worst first."""
         compared = [self._difference(key, numbers.get(key)) for key in self.plain]

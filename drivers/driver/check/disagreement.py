@@ -8,7 +8,7 @@ from pippy.drivers.driver.check.differences import Difference
 from pippy.drivers.driver.check.rows import TriedRows, WholeRows
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.ir.base.errors import NameLookupError
-from pippy.ir.base.names import LOSS
+from pippy.ir.base.names import LOSS, stage_name
 from pippy.ir.base.readable import listed
 from pippy.ir.record.compiled import Compiled
 
@@ -51,7 +51,12 @@ def stages_with(placed: PlacedPipe, name: str) -> str:
         calls = [place.call for _, place in placed.locations(name)]
     except NameLookupError:  # a tensor of forward's own
         return ""
-    return ", ".join(dict.fromkeys(calls))
+    return ", ".join(dict.fromkeys(stage_of_call(placed, call) for call in calls))
+
+
+def stage_of_call(placed: PlacedPipe, call: str) -> str:
+    """The stage of a call: that of the loss is the one that it runs with."""
+    return stage_name(placed.loss_stage) if call == LOSS else call
 
 
 def _rows_of(rows: TriedRows, is_cut: bool) -> str:

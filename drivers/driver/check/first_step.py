@@ -183,7 +183,7 @@ class FirstStep:
         whole = WholeStep.of(self.comparisons, division, run)
         if not whole.differences:
             return whole
-        if self.trials.buffers and whole.follows_more(self.comparisons):
+        if self.trials.buffers and self.comparisons.follows_more(whole.differences, whole.trial.places):
             whole = WholeStep.of(self.comparisons, division, run)
             if not whole.differences:
                 return whole
@@ -208,7 +208,7 @@ class FirstStep:
             chunks=division.chunks if whole is not None else len(sets[0].rows.sizes),
             compared=Counter(kind for kind, _ in rights[0].plain),
             largest=max(right.largest(its) for right, its in zip(rights, numbers)),
-            is_finite=all(each.is_finite for each in sets) and (whole is None or whole.is_finite),
+            is_finite=all(each.is_finite for each in [*rights, *(each.right for each in sets)]),
             padded=len(sets) > 1,
         )
 
@@ -223,7 +223,7 @@ class FirstStep:
                 compared = self._compared(other, sets[-1].reduction)
             except Unlike:  # the model does not take such targets
                 continue
-            if compared.is_finite:
+            if compared.right.is_finite:
                 sets.append(compared)
         reduction = sets[-1].reduction
         if not all(each.agrees for each in sets) or not self._fit_all(sets, reduction):

@@ -34,7 +34,6 @@ class Tried:
 
     losses: tuple[float, ...]
     weights: tuple[float, ...]
-    dtype: torch.dtype
     numbers: Mapping[ComparedKey, Any]
     places: BufferPlaces = field(default_factory=dict)
     disagreeing: frozenset[str] = frozenset()
@@ -111,14 +110,13 @@ class TrialSteps:
         answers = self._answers(steps, how, few=True)
         losses = _losses(answers[self.placed.worker_of(call.call)].result.values[name], self.placed.compiled.loss.seed)  # type: ignore[union-attr]
         summed = torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights) if weight]).sum()
-        numbers, places = self._numbers(answers, summed=not self.calls_hooks)
+        numbers, places, disagreeing = self._numbers(answers, summed=not self.calls_hooks)
         return Tried(
             tuple(float(each) for each in losses),
             tuple(weights),
-            losses[0].dtype,
             {("loss", ""): summed, **numbers},
             places,
-            self._disagreeing(answers),
+            disagreeing,
             TrialNotes(
                 tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].result.asked.questions)),
                 tuple(each for rank in ranks for each in answers[rank].result.asked.chosen),
@@ -132,7 +130,7 @@ class TrialSteps:
         disagree."""
         answers = self._answers(steps, HowTried(written=written, follow=frozenset(follow)), few=False)
         results = {rank: answer.result for rank, answer in answers.items()}
-        return results, *self._numbers(answers, summed=False), self._disagreeing(answers)
+        return results, *self._numbers(answers, summed=False)
 
     def _answers(self, steps: Mapping[int, Step], how: HowTried, few: bool) -> dict[int, TrialResult]:
         written = self.placed.for_all_copies(dict.fromkeys(how.written))
@@ -142,10 +140,12 @@ class TrialSteps:
         }
         return self.commands.call(bodies, self.limit)
 
-    def _numbers(self, answers: Mapping[int, TrialResult], summed: bool) -> tuple[dict[ComparedKey, Any], BufferPlaces]:
-        """The gradients and buffers by the user's names, and where buffers are. If the gradients of copies were not added up
-        by the workers, they are ``summed`` here: digests are linear."""
-        names, owned = self._names(), self._names(owned=True)
+    def _numbers(
+        self, answers: Mapping[int, TrialResult], summed: bool
+    ) -> tuple[dict[ComparedKey, Any], BufferPlaces, frozenset[str]]:
+        """The gradients and buffers by the user's names; where buffers are, and about which micro-batches disagree. If workers
+        did not add up the gradients of copies, they are ``summed`` here: digests are linear."""
+        names, owned = self._names(), {} if summed else self._names(owned=True)
         numbers: dict[ComparedKey, Any] = {}
         places: dict[str, list[TensorLocation]] = {}
         for rank, answer in answers.items():
@@ -160,7 +160,10 @@ class TrialSteps:
                 name = self._name(names, rank, place)
                 numbers.setdefault(("buffer", name), buffer)
                 places.setdefault(name, []).append(place)
-        return numbers, places
+        disagreeing = frozenset(
+            self._name(names, rank, place) for rank, answer in answers.items() for place in answer.disagreeing
+        )
+        return numbers, places, disagreeing
 
     def _names(self, owned: bool = False) -> dict[tuple[int, TensorLocation], str]:
         """The user's name of each parameter and buffer that a worker has. With ``owned``, of those that it adds up."""
@@ -174,12 +177,6 @@ class TrialSteps:
             return found
         local = f"{place.call}.{place.name}"
         return local if place.call == LOSS else self.placed.compiled.remap_qualname(local)
-
-    def _disagreeing(self, answers: Mapping[int, TrialResult]) -> frozenset[str]:
-        names = self._names()
-        return frozenset(
-            self._name(names, rank, place) for rank, answer in answers.items() for place in answer.disagreeing
-        )
 
 
 def _losses(packed: Any, seed: Any) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """A step of a driver, by its own program and on all of its rows, beside the same step of the witness."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from pippy.drivers.base.errors import DriverError
@@ -53,27 +54,13 @@ class WholeStep:
         if not whole.differences:
             return whole
         assert comparisons.witness is not None
-        return cls(
-            Comparison(plain, turned_numbers(comparisons.witness, division, HowWitnessed()), *floors), numbers, trial
-        )
+        turned = turned_numbers(comparisons.witness, division, HowWitnessed())
+        return replace(whole, right=replace(whole.right, turned=turned))
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the right loss and gradients are finite."""
-        numbers = [each for (kind, _), each in self.right.plain.items() if kind in ("loss", "gradient")]
-        return all(bool(each.isfinite().all()) for each in numbers if each is not None)
-
-    @property
+    @cached_property
     def differences(self) -> list[Difference]:
         """The differences, the worst first."""
         return self.right.differences(self.numbers)
-
-    def follows_more(self, comparisons: Comparisons) -> bool:
-        """Have the buffers that differ change once in a step; whether there are more of them now."""
-        names = {each.name for each in self.differences if each.kind == "buffer"}
-        places = {place for name in names for place in self.trial.places.get(name, ())} - comparisons.follow
-        comparisons.follow |= places
-        return bool(places)
 
     def said(self, compiled: Compiled, placed: PlacedPipe) -> str:
         """The error for a step of which only the run on the workers is wrong."""

@@ -154,11 +154,8 @@ class Witness:
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, root in self._modules:
             for path, module in root.named_modules(remove_duplicate=False):
-                held = (
-                    {}
-                    if isinstance(module, _BatchNorm) and module.training
-                    else {**module._buffers, **_attributes(module)}
-                )
+                counts = isinstance(module, _BatchNorm) and module.training
+                held = {} if counts else {**module._buffers, **_attributes(module)}
                 for name, each in held.items():
                     if each is not None:
                         found.setdefault(id(each), (f"{prefix}{path}.{name}".replace("..", ".").lstrip("."), each))
@@ -260,9 +257,7 @@ class Witness:
         loss = self._loss(outputs, call.target)
         if loss is None:
             return None, outputs
-        if (
-            trains and weight and loss.requires_grad
-        ):  # `loss.backward()` would run outside of modes for functions of torch
+        if trains and weight and loss.requires_grad:
             torch.autograd.backward(loss.sum() if weight == 1 else loss.sum() * weight)
         return loss.detach() * weight, outputs
 

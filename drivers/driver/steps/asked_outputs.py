@@ -55,13 +55,6 @@ def values_to_return(compiled: Compiled, outputs: bool | None) -> dict[fx.Node, 
     return returned
 
 
-def returns_more(compiled: Compiled, outputs: bool | None) -> bool:
-    """Whether a step with these ``outputs`` gives more than the loss."""
-    if compiled.loss is None or outputs is not None:
-        return bool(outputs) or compiled.loss is None
-    return not isinstance(compiled.split_gm.graph.output_node().args[0], fx.Node)
-
-
 def asked_outputs(
     compiled: Compiled, outputs: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[bool | None, dict[str, Any]]:
