@@ -74,8 +74,7 @@ from pippy.ir.base.checked import check_amount
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_changes, follow_training_flags, watch_of
-from pippy.ir.show.content import content_of
-from pippy.ir.show.stages_table import table_cells
+from pippy.ir.show.content import content_of, table_cells
 from pippy.ir.show.tables import html_table
 
 _log = logging.getLogger(__name__)

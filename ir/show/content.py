@@ -1,4 +1,4 @@
-"""What a drawing shows of a Pipe: its structure, shapes for example arguments, the figures of stages, and the notes below."""
+"""What a drawing shows of a Pipe: its structure, shapes for example arguments, the figures of stages, the notes, the table."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from pippy.ir.base.trees import nbytes
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.shapes import Amount, Shape, Shapes, add_amounts, propagate
 from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
+from pippy.ir.show.tables import text_table
 
-_LONGEST_WAY = 6
+_LONGEST_WAY, _HOLDS = 6, 48
 
 
 @dataclass(frozen=True)
@@ -140,3 +141,46 @@ def notes(content: Content) -> list[str]:
     lines.append(backward_text(content.structure))
     unknown = content.shapes.unknown if content.shapes else []
     return lines + [f"unknown: {each.explain()}" for each in unknown]
+
+
+def stages_table(content: Content) -> str:
+    """The table as text, with its notes below."""
+    head, *rows, total = table_cells(content)
+    once = ["the total counts replicated parameters once"] if any(content.repeated) else []
+    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *once, *notes(content)])
+
+
+def table_cells(content: Content) -> list[list[str]]:
+    """A head, a row for each stage, and the totals. The first and the last column are words, the others numbers."""
+    heads = [
+        "stage",
+        "parameters",
+        "bytes",
+        "buffers",
+        *(("receives", "sends", "FLOPs") if content.shapes else ()),
+        "holds",
+    ]
+    rows = list(content.stages.values())
+    return [heads, *map(_cells, rows), _cells(_total(rows, *content.repeated))]
+
+
+def _cells(row: StageFigures) -> list[str]:
+    """
+    >>> _cells(StageFigures("submod_0", ("embed", "norm"), 15, 60, 0))
+    ['submod_0', '15', '60 B', '0 B', 'embed, norm']
+    """
+    cells = [row.name, f"{row.parameters:,}", bytes_text(row.parameter_bytes), bytes_text(row.buffer_bytes)]
+    if row.forward is not None:
+        cells += [row.forward.receives.text(bytes_text), row.forward.sends.text(bytes_text)]
+        cells.append(row.forward.flops.text(count_text))
+    return [*cells, shortened(", ".join(row.holds), _HOLDS)]
+
+
+def _total(rows: Sequence[StageFigures], repeated: int, repeated_bytes: int) -> StageFigures:
+    parameters, parameter_bytes = sum(row.parameters for row in rows), sum(row.parameter_bytes for row in rows)
+    sizes = parameters - repeated, parameter_bytes - repeated_bytes, sum(row.buffer_bytes for row in rows)
+    forwards = [row.forward for row in rows if row.forward is not None]
+    if not forwards:
+        return StageFigures("total", (), *sizes)
+    amounts = (add_amounts(getattr(each, name) for each in forwards) for name in ("receives", "sends", "flops"))
+    return StageFigures("total", (), *sizes, ForwardFigures(*amounts))

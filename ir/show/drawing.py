@@ -3,8 +3,7 @@
 from itertools import pairwise
 
 from pippy.ir.base.readable import shortened
-from pippy.ir.show.content import Content
-from pippy.ir.show.stages_table import stages_table, table_cells
+from pippy.ir.show.content import Content, stages_table, table_cells
 from pippy.ir.show.structure import Box, DrawnValue
 from pippy.ir.show.svg import pipe_svg
 from pippy.ir.show.tables import html_table

@@ -1,13 +1,11 @@
 """A Pipe as a drawing in text: boxes and values from top to bottom, and beside them a column for each value."""
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content, notes
-from pippy.ir.show.structure import Box, DrawnValue
+from pippy.ir.show.structure import Box, DrawnValue, Structure
 
-T = TypeVar("T")
 _START = {"parameter": "◆", "buffer": "◆"}
 _WIDEST_NAME, _WIDEST_SIZE = 32, 48
 
@@ -30,11 +28,11 @@ class _TextDrawing:
 
     def lines(self) -> list[str]:
         lines = []
-        for index, box in enumerate(self.structure.boxes):
-            if box.kind != "input":
-                lines.append(f"{self._passing(index)} {self._box(box)}")
-            for value in (value for value in self.structure.values if value.source == index):
-                lines.append(f"{self._starting(value)} {self._value(value)}".rstrip())
+        for row in rows_of(self.structure):
+            if isinstance(row, Box):
+                lines.append(f"{self._passing(self.structure.boxes.index(row))} {self._box(row)}")
+            else:
+                lines.append(f"{self._starting(row)} {self._value(row)}".rstrip())
         return lines
 
     def _passing(self, box: int) -> str:
@@ -67,6 +65,14 @@ class _TextDrawing:
         return f"  {self.names[value].ljust(self.name_width)}{size}  {'─▶ ' + users if users else 'unused'}{special}"
 
 
+def rows_of(structure: Structure) -> Iterator[Box | DrawnValue]:
+    """The rows of a drawing: each box, but for inputs, and below it the values that it makes."""
+    for index, box in enumerate(structure.boxes):
+        if box.kind != "input":
+            yield box
+        yield from (value for value in structure.values if value.source == index)
+
+
 # The columns beside the boxes of a drawing. Each value has one, from the box that makes it to the last that uses it.
 #
 # ●       x is made: it takes the first free column
@@ -96,24 +102,3 @@ def columns_in_order(values: Sequence[DrawnValue]) -> dict[DrawnValue, int]:
 def last_use(value: DrawnValue) -> int:
     """The last box that uses a value; if none does, the box that makes it."""
     return max(value.users, default=value.source)
-
-
-def columns_by_length(spans: Iterable[tuple[T, int, int]]) -> dict[T, int]:
-    """The number of the column of each item with its start and end, so that none overlap: the shortest get the first columns.
-
-    >>> columns_by_length([("long", 0, 3), ("short", 0, 1), ("later", 1, 2)])
-    {'short': 0, 'later': 0, 'long': 1}
-    """
-    taken: list[list[tuple[int, int]]] = []
-    columns: dict[T, int] = {}
-    for item, start, end in sorted(spans, key=lambda span: span[2] - span[1]):
-        fits = (
-            column
-            for column, others in enumerate(taken)
-            if all(end <= first or last <= start for first, last in others)
-        )
-        columns[item] = next(fits, len(taken))
-        if columns[item] == len(taken):
-            taken.append([])
-        taken[columns[item]].append((start, end))
-    return columns

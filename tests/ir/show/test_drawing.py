@@ -14,7 +14,7 @@ from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.show.structure import DrawnValue, structure_of
-from pippy.ir.show.text_drawing import columns_by_length, columns_in_order, last_use
+from pippy.ir.show.text_drawing import columns_in_order, last_use
 from tests.ir.show.shown import DRAWN, ExampleCode, Guessing, example
 
 X = torch.randn(4, 8)
@@ -195,13 +195,12 @@ def some_values(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_values_in_one_column_do_not_meet(seed):
     values = some_values(seed)
-    spans = [(value, value.source, last_use(value)) for value in values]
-    for columns in (columns_in_order(values), columns_by_length(spans)):
-        assert set(columns) == set(values)
-        for one in values:
-            for other in values:
-                if one != other and columns[one] == columns[other] and one.users and other.users:
-                    assert last_use(one) <= other.source or last_use(other) <= one.source
+    columns = columns_in_order(values)
+    assert set(columns) == set(values)
+    for one in values:
+        for other in values:
+            if one != other and columns[one] == columns[other] and one.users and other.users:
+                assert last_use(one) <= other.source or last_use(other) <= one.source
 
 
 def test_looking_does_not_change_a_pipe():
