@@ -38,8 +38,7 @@ from pippy.ir.show.drawing import Drawing
 from pippy.ir.state import load_state
 from pippy.ir.trace.arguments import Example
 from pippy.ir.trace.exported import module_of
-from pippy.ir.trace.layers import Layers
-from pippy.ir.trace.sequential import trace_sequential
+from pippy.ir.trace.sequential import Layers, trace_sequential
 from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
 from pippy.ir.verify.verify import check_rules

@@ -15,8 +15,8 @@ from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.given_inputs import check_inputs, check_unchanged, input_versions
 from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.keyed_draws import draw_key
+from pippy.ir.run.may_draw import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
-from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 
 

@@ -38,8 +38,7 @@ from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.step_context import Key
 from pippy.ir.base.names import LOSS
-from pippy.ir.run.may_draw import Draws
-from pippy.ir.run.stage_draws import stage_draws
+from pippy.ir.run.may_draw import Draws, stage_draws
 
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages

@@ -1,14 +1,39 @@
-"""Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
+"""How a model is called. Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+
+from torch import fx
 
 from pippy.ir.base.brief import some
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.public_calls import hints, misfits
 from pippy.ir.base.trees import describe
-from pippy.ir.call.model_call import ModelCall
+from pippy.ir.call.guards import Guards
+
+
+@dataclass(eq=False, kw_only=True)
+class ModelCall(ABC):
+    """The call of a model's forward, with the target of its loss. `Traced` and `Compiled` are such.
+
+    ``concrete_args`` are the arguments that the graph is specialized to. ``required_inputs`` names the inputs that must not
+    be None, because forward does something else without them. ``guards`` say what is fixed, and are checked in each call.
+    ``target_name`` is the name of the loss's target, or None.
+    """
+
+    signature: inspect.Signature = field(default_factory=inspect.Signature)
+    concrete_args: dict[str, Any] = field(default_factory=dict)
+    required_inputs: tuple[str, ...] = ()
+    guards: Guards = field(default_factory=Guards)
+    target_name: str | None = None
+
+    @abstractmethod
+    def placeholders(self) -> Sequence[fx.Node]:
+        """The inputs of the graph, in order."""
 
 
 def call_signature(pipe: ModelCall) -> inspect.Signature:
@@ -127,3 +152,20 @@ def _is_own_default(pipe: ModelCall, name: str) -> bool:
 def _usage(pipe: ModelCall, signature: inspect.Signature) -> str:
     names = [str(parameter) for parameter in signature.parameters.values()]
     return f"pipe({', '.join([*names, *([pipe.target_name] if pipe.target_name else [])])})"
+
+
+# The name of the loss's target among the inputs of a Pipe.
+
+
+def target_name(inputs: Collection[str]) -> str:
+    """The name of the target, for a model whose inputs have these names.
+
+    >>> target_name(["x"]), target_name(["x", "target", "target_1"])
+    ('target', 'target_2')
+    """
+    return free_name("target", inputs)
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """``name``, with a number if it is taken."""
+    return next(each for each in (name if at == 0 else f"{name}_{at}" for at in count()) if each not in taken)

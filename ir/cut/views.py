@@ -20,6 +20,7 @@ from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_constant
 from pippy.ir.record.traced import Traced
+from pippy.ir.run.functions import assign_
 from pippy.ir.run.shared_tensors import memory_of
 
 
@@ -99,3 +100,22 @@ def _make_view(graph: fx.Graph, node: fx.Node, base_name: str, tensor: torch.Ten
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+# Moves the writing of buffers that forward assigns to where their values are made, so that it is in the same stage.
+
+
+def write_early(traced: Traced) -> None:
+    """Put each `assign_` behind its value, behind the copy of what the buffer was, and behind all that changes the value."""
+    writes = traced.graph.find_nodes(op="call_function", target=assign_)
+    if not writes:
+        return
+    mutations, roots = find_mutations(traced.graph, traced.attributes)
+    order = {node: index for index, node in enumerate(traced.graph.nodes)}
+    for write in writes:
+        buffer, value = write.all_input_nodes
+        changes = [each.node for each in mutations if each.root in roots[value] and each.node not in writes]
+        copies = [user for user in buffer.users if user not in writes]
+        after = [*changes, *copies, *write.all_input_nodes]
+        max((each for each in after if each.op != "placeholder"), key=order.__getitem__).append(write)
+    traced.graph.lint()

@@ -4,7 +4,7 @@ The user gives the target by its name. The name of an operation is only that of 
 """
 
 from pippy.ir.base.names import LOSS
-from pippy.ir.call.target import free_name
+from pippy.ir.call.signature import free_name
 from pippy.ir.record.traced import Traced
 
 

@@ -11,7 +11,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import NameLookupError
 from pippy.ir.base.modes import ModelModes
 from pippy.ir.base.names import LOSS, Qualnames, stage_name
-from pippy.ir.call.model_call import ModelCall
+from pippy.ir.call.signature import ModelCall
 from pippy.ir.record.wiring import Wiring
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.shared_tensors import get_tensor

@@ -11,8 +11,7 @@ from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.modes import ModelModes
 from pippy.ir.base.names import named_state
 from pippy.ir.base.node_notes import SOURCE
-from pippy.ir.call.model_call import ModelCall
-from pippy.ir.call.target import target_name
+from pippy.ir.call.signature import ModelCall, target_name
 from pippy.ir.record.reached import ModelTensors, reached_by
 
 

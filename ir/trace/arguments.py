@@ -15,10 +15,10 @@ from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import misfits
 from pippy.ir.base.trees import describe, tensors
-from pippy.ir.call.target import target_name
+from pippy.ir.call.signature import target_name
 from pippy.ir.trace.fake_results import FakeResults
-from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.suppositions import SINGLE, Supposition
+from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.trials import TraceTrials
 
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

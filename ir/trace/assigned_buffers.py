@@ -10,7 +10,7 @@
                                                    assign_(mean, new, "mean")
 
 What was read before has the numbers of before, also in the backward. Gradients flow through the new value in this call, and
-through the buffer into no other. `ir/cut/assigned_buffers.py` moves `assign_` to where the value is made.
+through the buffer into no other. `ir/cut/views.py` moves `assign_` to where the value is made.
 
 A module without a mark inside is kept whole instead, if it is not known that the value has the shape and the dtype of the
 buffer: then the module assigns its buffer itself.
@@ -30,8 +30,7 @@ from pippy.ir.call.row_sizes import RowDim
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import assign_, difference_from, own_copy
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.trace.in_place import changes_in_place
-from pippy.ir.trace.restore_attributes import Attributes
+from pippy.ir.trace.restore_attributes import Attributes, changes_in_place
 from pippy.ir.trace.values import UNKNOWN, Values, value_of
 
 

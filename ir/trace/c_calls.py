@@ -17,7 +17,7 @@ from torch import fx
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
-from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.tracing_thread import replaced
 
 _OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
 

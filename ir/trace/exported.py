@@ -6,7 +6,7 @@
     the outputs in one flat tuple                  as the user's forward returned them
     pippy_marks.pipe_split()                       `pipe_split()`
     wrap_with_set_grad_enabled(False, body, x)     the body under `torch.no_grad()`
-    copy_(count, add) at the end                   `self.count = add`, see `assigned_buffers.py`
+    copy_(count, add) at the end                   `self.count = add`, see `views.py`
     _guards_fn(x), _assert_tensor_metadata(x)      nothing: `exported_guards.py` has them
 
 The module has the parameters and buffers of the program under their names, and the program the same tensors.

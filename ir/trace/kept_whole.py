@@ -22,8 +22,8 @@ from pippy.ir.base.marks import has_marks_inside, pipe_split
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.trace.assigned_buffers import assigned_in, check_fitting
 from pippy.ir.trace.refusals import forgiving
-from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.restore_attributes import Attributes
+from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.trials import trials_of
 
 

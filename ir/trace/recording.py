@@ -47,8 +47,7 @@ from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, 
 from pippy.ir.trace.questions import check_not_asked_for_mode, refusing_to_say_what_runs
 from pippy.ir.trace.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.replaced import replaced
-from pippy.ir.trace.tracing_thread import class_method, method_patched_here, patched_here
+from pippy.ir.trace.tracing_thread import class_method, method_patched_here, patched_here, replaced
 from pippy.ir.trace.transformers import tracing_transformers
 from pippy.ir.trace.values import UNKNOWN, value_of
 

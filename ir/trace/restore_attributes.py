@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base import source
-from pippy.ir.trace.in_place import is_changed_in_place
+from pippy.ir.base.operations import IN_PLACE, is_in_place, name_of
 
 _OF_TRACING = ("_tensor_constant", "_tensor_from_outside")  # what the tracer sets on the model
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -157,3 +157,42 @@ def _identities(container: Any, later: Any = ()) -> Any:
 
 def _in_place(value: Any, later: Any) -> Any:
     return later if isinstance(value, torch.Tensor) and is_changed_in_place(later) else value
+
+
+# The parts of a model by their names, while it is traced.
+
+
+def lookup_attribute(modules: dict[str, nn.Module], target: str) -> Any:
+    """The value of the target of a node: a module among ``modules``, by their paths, or an attribute of one."""
+    if target in modules:
+        return modules[target]
+    path, _, name = target.rpartition(".")
+    found = modules[path] if path in modules else _walk(modules[""], path)
+    return getattr(found, name)
+
+
+def _walk(value: Any, path: str) -> Any:
+    for atom in path.split("."):
+        value = getattr(value, atom)
+    return value
+
+
+# In-place operators and methods among the nodes that tracing makes.
+
+
+def is_changed_in_place(value: Any) -> bool:
+    """Whether ``value`` is what an in-place operation gave of a tensor that the model has in a container."""
+    if not issubclass(type(value), fx.Proxy):
+        return False
+    node = value.node
+    while node.op.startswith("call_") and is_in_place(node.target) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr"
+
+
+def changes_in_place(node: fx.Node, attribute: str) -> bool:
+    """Whether ``node`` is an in-place operator on the attribute of the model with that name."""
+    if node.op != "call_function" or name_of(node.target) not in IN_PLACE:
+        return False
+    changed = node.args[0]
+    return isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target == attribute

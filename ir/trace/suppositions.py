@@ -26,7 +26,7 @@ from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.operations import is_in_place, name_of
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
-from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.values import UNKNOWN, Values, fix_value
 
 CHECKS = (check_fixed, check_same, check_not_none, check_tensor)

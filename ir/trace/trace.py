@@ -22,8 +22,7 @@ from pippy.ir.base.marks import (
 from pippy.ir.base.names import named_state
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
-from pippy.ir.cut.assigned_buffers import write_early
-from pippy.ir.cut.views import connect_views
+from pippy.ir.cut.views import connect_views, write_early
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.trace.arguments import (
@@ -35,9 +34,7 @@ from pippy.ir.trace.arguments import (
     nullable_inputs,
     optional_inputs,
 )
-from pippy.ir.trace.asked_of_inputs import asked_of
 from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
-from pippy.ir.trace.attributes import lookup_attribute
 from pippy.ir.trace.checkpointing import finish_parts
 from pippy.ir.trace.compare_graphs import Recorded, first_difference, paths_that_differ
 from pippy.ir.trace.exported import ExportedModel
@@ -45,16 +42,16 @@ from pippy.ir.trace.exported_guards import check_example, exported_modes, guards
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import forgetting_one_trace, tracing
+from pippy.ir.trace.questions import asked_of
 from pippy.ir.trace.recording import recording, watching_calls
 from pippy.ir.trace.refusals import raising_refusals, refused
-from pippy.ir.trace.replaced import replaced
-from pippy.ir.trace.restore_attributes import Attributes, restoring_attributes
-from pippy.ir.trace.returned_caches import CacheReturnedError, calls_without_cache
+from pippy.ir.trace.restore_attributes import Attributes, lookup_attribute, restoring_attributes
 from pippy.ir.trace.suppositions import Asked as AskedByIs
 from pippy.ir.trace.suppositions import supposing
 from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
+from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
-from pippy.ir.trace.untraceable import check_model, explained
+from pippy.ir.trace.untraceable import CacheReturnedError, calls_without_cache, check_model, explained
 from pippy.ir.trace.values import (
     Values,
     find_row_sizes,

@@ -127,3 +127,19 @@ class _Patcher(fx._symbolic_trace._Patcher):
     def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
         original = getattr(cls, name)
         super().patch_method(cls, name, _in_this_thread(original, new_fn) if is_tracing() else new_fn, deduplicate)
+
+
+# A method of one tracer, replaced while it traces. Several may replace the same one, each around what was there before.
+
+
+@contextmanager
+def replaced(tracer: fx.Tracer, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which the tracer's method ``name`` is ``function``."""
+    attributes = vars(tracer)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = function
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from pippy.ir.base.node_notes import SOURCE
-from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.tracing_thread import replaced
 
 _Place = tuple[CodeType, int, int]  # a function, a line, and which `bool(x)` of those of the line, one after the other
 _Found = TypeVar("_Found")

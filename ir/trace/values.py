@@ -41,12 +41,10 @@ from pippy.ir.call.row_sizes import RowSize, compare_rows
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.trace.attributes import lookup_attribute
 from pippy.ir.trace.fake_results import FakeResults, ShapeChangedError
 from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.replaced import replaced
-from pippy.ir.trace.restore_attributes import restoring_attributes
-from pippy.ir.trace.tracing_thread import not_tracing
+from pippy.ir.trace.restore_attributes import lookup_attribute, restoring_attributes
+from pippy.ir.trace.tracing_thread import not_tracing, replaced
 from pippy.ir.trace.unfit_example import check_call, unfit_example
 
 

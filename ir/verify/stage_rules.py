@@ -1,8 +1,8 @@
 """The rules for the stages: what their graphs may contain, and which stages must hold each tensor of the user's model."""
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -12,7 +12,24 @@ from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.verify.faults import Fault, FoundFaults
+
+
+class Fault(NamedTuple):
+    """A violation of a rule, and the node of the top-level graph that violates it, or None."""
+
+    node: fx.Node | None
+    message: str
+
+
+FoundFaults = Iterator[Fault]
+
+
+def examined(check: Callable[[Compiled], FoundFaults], compiled: Compiled) -> FoundFaults:
+    """The faults that ``check`` finds. If it raises, because the graph is too broken to be read, that is a fault too."""
+    try:
+        yield from check(compiled)
+    except Exception as error:  # a malformed graph can raise anything
+        yield Fault(None, f"cannot be checked: {type(error).__name__}: {error}")
 
 
 def check_stage_graphs(compiled: Compiled) -> FoundFaults:

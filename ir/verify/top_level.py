@@ -22,7 +22,7 @@ from pippy.ir.loss.backward import write_backward
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import is_getitem
 from pippy.ir.record.wiring import ValueName
-from pippy.ir.verify.faults import Fault, FoundFaults
+from pippy.ir.verify.stage_rules import Fault, FoundFaults
 
 
 class _CannotMakeError(Exception):

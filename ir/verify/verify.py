@@ -8,8 +8,7 @@ from torch import fx
 from pippy.ir.base.errors import VerificationError
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.verify.faults import Fault, FoundFaults, examined
-from pippy.ir.verify.stage_rules import STAGE_RULES
+from pippy.ir.verify.stage_rules import STAGE_RULES, Fault, FoundFaults, examined
 from pippy.ir.verify.top_level import check_top_level, text_of_node
 
 

@@ -19,7 +19,7 @@ from tests.test_layering import ROOT, own_files
 
 NOTES = [each for each in vars(node_notes).values() if isinstance(each, NodeNote)]
 DECLARED = ROOT / "ir/base/node_notes.py"
-OF_MODULES = ROOT / "ir/run/stage_draws.py"  # it has notes of a graph module, not of a node
+OF_MODULES = ROOT / "ir/run/may_draw.py"  # it has notes of a graph module, not of a node
 
 
 def undeclared(path):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.base.errors import PippyError
-from pippy.ir.trace.torch_state import leaving_torch_as_it_was
+from pippy.ir.trace.left_as_it_was import leaving_torch_as_it_was
 
 X = torch.randn(2, 4)
 TABLES: dict[int, torch.Tensor] = {}
