@@ -9,7 +9,7 @@ from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.loss.loss_function import FunctionLoss
 from pippy.ir.pipe import Pipe, compiled_of, model_of, pipe_alike
 from pippy.ir.request import Request
-from pippy.ir.trace.slice_call import trace_slice
+from pippy.ir.trace.language_models import trace_slice
 
 
 def sliced(pipe: Pipe) -> Pipe:

@@ -28,7 +28,7 @@ from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
 from pippy.ir.call.signature import bind
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.trace.slice_call import IDS, LABELS, MASK, NEXT_LABELS, POSITIONS
+from pippy.ir.trace.language_models import IDS, LABELS, MASK, NEXT_LABELS, POSITIONS
 
 
 def count_next_labels(*, shift_labels: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.pipe import Pipe, model_of
-from pippy.ir.trace.generation_call import check_can_generate
+from pippy.ir.trace.language_models import check_can_generate
 
 
 class TokenGeneration:

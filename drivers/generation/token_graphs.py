@@ -28,7 +28,7 @@ from pippy.ir.compile import compile_traced
 from pippy.ir.cut.cut_alike import copied_parameters, held_tensors, mark_alike
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.request import Request
-from pippy.ir.trace.generation_call import trace_generation
+from pippy.ir.trace.language_models import trace_generation
 
 
 class TokenGraphs:

@@ -19,7 +19,8 @@ which is two to five times as fast as `tree_map`.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -27,6 +28,19 @@ from torch.utils import _pytree
 
 from pippy.ir.base.brief import brief
 from pippy.ir.base.sparse_tensors import form_and_parts, is_sparse
+
+
+class Unknown(Enum):
+    """The class of `UNKNOWN`."""
+
+    UNKNOWN = "unknown"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+UNKNOWN: Final = Unknown.UNKNOWN
+"""Stands for a value, or a fact about one, of which nothing is known. It is itself in each process."""
 
 
 def children(value: Any) -> Sequence[Any] | None:

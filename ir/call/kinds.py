@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from pippy.ir.base.readable import count_with_noun
-from pippy.ir.base.trees import children, describe, steps
-
-_FREE = object()  # in place of a constant that may be any of its class
+from pippy.ir.base.trees import UNKNOWN, children, describe, steps
 
 
 class Elsewhere:
@@ -63,22 +61,19 @@ class ConstantKind:
     """A value without tensors: of a class, or equal to one value."""
 
     of_class: type
-    value: Any = _FREE
+    value: Any = UNKNOWN  # it may be any of the class
 
     def __str__(self) -> str:
-        return f"of class {self.of_class.__name__}" if self.value is _FREE else describe(self.value)
+        return f"of class {self.of_class.__name__}" if self.value is UNKNOWN else describe(self.value)
 
     def differences(self, value: Any, path: str) -> Iterator[KindDifference]:
         if isinstance(value, Elsewhere):
             return
-        if type(value) is not self.of_class or (self.value is not _FREE and value != self.value):
+        if type(value) is not self.of_class or (self.value is not UNKNOWN and value != self.value):
             yield KindDifference(path, describe(value), str(self))
 
     def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
         yield from ()
-
-    def __reduce__(self) -> Any:  # a copy has the same mark for what is free
-        return (ConstantKind, (self.of_class,)) if self.value is _FREE else (ConstantKind, (self.of_class, self.value))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.random_state import untouched_random_state
 
 
-class Unknown:
+class UnknownValue:
     """Replaces a value that fake tensors cannot give. It has the first node whose value is unknown, and the reason."""
 
     def __init__(self, stage: str, node: str, reason: str) -> None:
@@ -90,7 +90,7 @@ class Shapes:
 
     values: dict[str, Shape] = field(default_factory=dict)
     flops: dict[str, Amount] = field(default_factory=dict)
-    unknown: list[Unknown] = field(default_factory=list)
+    unknown: list[UnknownValue] = field(default_factory=list)
 
 
 def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
@@ -113,7 +113,7 @@ def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
 
 
 def propagate_values(compiled: Compiled, inputs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """The values of the forward part of the graph as fake tensors, each by its node; `Unknown` in place of some."""
+    """The values of the forward part of the graph as fake tensors, each by its node; `UnknownValue` in place of some."""
     with heard(), untouched_random_state(), torch.inference_mode(False), torch.enable_grad():
         propagation = _Propagation(compiled, inputs, FakeMode())
         propagation.run()
@@ -131,9 +131,9 @@ def measure(value: Any) -> Shape:
     return Shape(describe(value), nbytes(value))
 
 
-def unknown_in(value: Any) -> Unknown | None:
+def unknown_in(value: Any) -> UnknownValue | None:
     """The first unknown inside a value."""
-    return next((leaf for leaf in leaves(value) if isinstance(leaf, Unknown)), None)
+    return next((leaf for leaf in leaves(value) if isinstance(leaf, UnknownValue)), None)
 
 
 class _Propagation:
@@ -154,7 +154,7 @@ class _Propagation:
             value = self._call(node)
         else:
             value = self.values[node.args[0]]  # type: ignore[index]
-            value = value if isinstance(value, Unknown) else value[node.args[1]]
+            value = value if isinstance(value, UnknownValue) else value[node.args[1]]
         if node.name in self.compiled.wiring.values:
             self.shapes.values[node.name] = measure(value)
         return value
@@ -181,7 +181,7 @@ class _StageOnFakes:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.unknown: list[Unknown] = []
+        self.unknown: list[UnknownValue] = []
 
     def run(self, module: nn.Module, mode: FakeTensorMode, args: Sequence[Any]) -> Any:
         try:
@@ -220,8 +220,8 @@ class _StageOnFakes:
         except Exception as error:
             return self._unknown(type(module).__name__, _reason(error))
 
-    def _unknown(self, node: str, reason: str) -> Unknown:
-        self.unknown.append(Unknown(self.name, node, reason))
+    def _unknown(self, node: str, reason: str) -> UnknownValue:
+        self.unknown.append(UnknownValue(self.name, node, reason))
         return self.unknown[-1]
 
 

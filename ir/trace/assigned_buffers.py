@@ -26,12 +26,13 @@ from torch import fx, nn
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import ROW_SIZES, copy_notes, copy_place
+from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.call.row_sizes import RowDim
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import assign_, difference_from, own_copy
 from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.trace.restore_attributes import Attributes, changes_in_place
-from pippy.ir.trace.values import UNKNOWN, Values, value_of
+from pippy.ir.trace.values import Values, value_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from pippy.ir.base import source
+from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.functions import check_tensor
 from pippy.ir.trace.questions import refused_question
-from pippy.ir.trace.values import UNKNOWN, value_of
+from pippy.ir.trace.values import value_of
 
 _NAMES = frozenset(("type", "callable", "getattr"))
 _hidden: list[tuple[dict[str, Any], str]] | None = None  # the globals that are set, while a model is traced

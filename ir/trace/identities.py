@@ -25,14 +25,13 @@ from torch import fx, nn
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
 from pippy.ir.base.operations import is_in_place
-from pippy.ir.base.trees import tensors
+from pippy.ir.base.trees import UNKNOWN, tensors
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_not_none
 from pippy.ir.trace.arguments import Call, fails_for_none, without_inputs
 from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
     CHECKS,
-    NOTHING,
     POSSIBLE,
     Asked,
     Supposition,
@@ -43,7 +42,7 @@ from pippy.ir.trace.suppositions import (
     origin,
 )
 from pippy.ir.trace.tracing_thread import not_tracing
-from pippy.ir.trace.values import UNKNOWN, Values
+from pippy.ir.trace.values import Values
 
 
 class RecordedValues(Protocol):
@@ -243,7 +242,7 @@ class _View:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.places[node] = _At(f"{node.op} {node.target}")
-            if self._constant(node) is not NOTHING and not self._is_call(node):
+            if self._constant(node) is not UNKNOWN and not self._is_call(node):
                 continue
             if node.op in ("placeholder", "get_attr") or is_of_pippy(node):
                 continue
@@ -265,32 +264,32 @@ class _View:
             return None
         value = self.values.of(node)
         if value is not UNKNOWN:
-            return NOTHING if any(True for _ in tensors(value)) or node.op == "get_attr" else value
+            return UNKNOWN if any(True for _ in tensors(value)) or node.op == "get_attr" else value
         if getattr(node.target, "__name__", "") == "getattr":
             supposed = self.supposition.of_attribute(str(node.args[1]))
-            if supposed is not NOTHING:
+            if supposed is not UNKNOWN:
                 return supposed
         return self._compute(node)
 
     def _compute(self, node: fx.Node) -> Any:
         """What a function gives for constants that are supposed."""
         inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or any(self._constant(each) is NOTHING for each in inputs):
-            return NOTHING
+        if node.op != "call_function" or not inputs or any(self._constant(each) is UNKNOWN for each in inputs):
+            return UNKNOWN
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._constant)
         try:
             with not_tracing():
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # what the function raises for what is supposed
-            return NOTHING
-        return NOTHING if any(True for _ in tensors(value)) else value
+            return UNKNOWN
+        return UNKNOWN if any(True for _ in tensors(value)) else value
 
     def _argument(self, argument: Any) -> Any:
         return map_nodes(self._at, argument)
 
     def _at(self, node: fx.Node) -> Any:
         constant = self._constant(node)
-        if constant is not NOTHING:
+        if constant is not UNKNOWN:
             return constant
         first = origin(node, self.supposition, self.values)
         return self.places.get(first, _At(first.name))

@@ -24,14 +24,15 @@ from torch import fx
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.operations import IN_PLACE, name_of
+from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.trace import questions
 from pippy.ir.trace.c_calls import called_by
 from pippy.ir.trace.classes import check_is_tensor
 from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.suppositions import NOTHING, supposed_attribute
+from pippy.ir.trace.suppositions import supposed_attribute
 from pippy.ir.trace.trials import UnhashableError, trials_of
-from pippy.ir.trace.values import UNKNOWN, fix_value, none_if_known, value_of
+from pippy.ir.trace.values import fix_value, none_if_known, value_of
 
 _IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
 _DIMENSIONS = frozenset(
@@ -65,7 +66,7 @@ class RecordingProxy(fx.Proxy):
         if value is UNKNOWN and not hasattr(torch.Tensor, name) and _asks_for_attribute(frame):
             check_is_tensor(self)
             raise AttributeError(f"a tensor has no attribute {name!r}")
-        if value is UNKNOWN and (supposed := supposed_attribute(self, name)) is not NOTHING:
+        if value is UNKNOWN and (supposed := supposed_attribute(self, name)) is not UNKNOWN:
             return supposed
         is_method = value is not UNKNOWN and callable(getattr(value, name))
         if is_method or (value is UNKNOWN and hasattr(torch.Tensor, name)):

@@ -38,6 +38,7 @@ from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
+from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.called_functions import AutogradFunction, ScriptedFunction
 from pippy.ir.run.functions import check_all_true
 from pippy.ir.trace.c_calls import watching_c_calls
@@ -49,7 +50,7 @@ from pippy.ir.trace.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import class_method, method_patched_here, patched_here, replaced
 from pippy.ir.trace.transformers import tracing_transformers
-from pippy.ir.trace.values import UNKNOWN, value_of
+from pippy.ir.trace.values import value_of
 
 # These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(

@@ -24,10 +24,11 @@ from torch import fx, nn
 
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.operations import is_in_place, name_of
+from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
 from pippy.ir.trace.tracing_thread import replaced
-from pippy.ir.trace.values import UNKNOWN, Values, fix_value
+from pippy.ir.trace.values import Values, fix_value
 
 CHECKS = (check_fixed, check_same, check_not_none, check_tensor)
 SINGLE = (bool, str, torch.dtype, torch.layout, torch.memory_format, type, Enum, FunctionType, EllipsisType)
@@ -42,7 +43,6 @@ POSSIBLE: dict[str, tuple[Any, ...]] = {
     "dtype": _DTYPES,
     "layout": (torch.strided, torch.sparse_coo, torch.sparse_csr),
 }
-NOTHING = object()
 _LOOKUPS = ("get", "pop", "setdefault")  # methods of dicts
 _KNOWN = ("torch", "pippy", "operator", "_operator", "builtins", "math")  # modules of functions that give no None
 
@@ -58,9 +58,9 @@ class Supposition:
     turn: int | None = None
 
     def of_attribute(self, name: str) -> Any:
-        """What an attribute is supposed to be of which nothing is known; `NOTHING` if there is nothing to suppose."""
+        """What an attribute is supposed to be of which nothing is known; `UNKNOWN` if there is nothing to suppose."""
         possible = () if self.turn is None else POSSIBLE.get(name, ())
-        return possible[self.turn] if self.turn is not None and self.turn < len(possible) else NOTHING
+        return possible[self.turn] if self.turn is not None and self.turn < len(possible) else UNKNOWN
 
 
 @dataclass
@@ -74,10 +74,10 @@ class Asked:
 
 
 def supposed_attribute(proxy: fx.Proxy, name: str) -> Any:
-    """What an attribute of a proxy, of which nothing is known, is in this trace; `NOTHING` if it is a stand-in."""
+    """What an attribute of a proxy, of which nothing is known, is in this trace; `UNKNOWN` if it is a stand-in."""
     asked: Asked | None = proxy.tracer.__dict__.get("_asked")
     if asked is None:
-        return NOTHING
+        return UNKNOWN
     asked.attributes.add(name)
     return asked.supposition.of_attribute(name)
 

@@ -36,12 +36,20 @@ from pippy.ir.trace.arguments import (
 )
 from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
 from pippy.ir.trace.checkpointing import finish_parts
-from pippy.ir.trace.compare_graphs import Recorded, first_difference, paths_that_differ
 from pippy.ir.trace.exported import ExportedModel
 from pippy.ir.trace.exported_guards import check_example, exported_modes, guards_of
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import forgetting_one_trace, tracing
+from pippy.ir.trace.modes import (
+    Recorded,
+    Setting,
+    first_difference,
+    flags_after_train,
+    follow_training,
+    paths_that_differ,
+    recording_training_reads,
+)
 from pippy.ir.trace.questions import asked_of
 from pippy.ir.trace.recording import recording, watching_calls
 from pippy.ir.trace.refusals import raising_refusals, refused
@@ -50,7 +58,6 @@ from pippy.ir.trace.suppositions import Asked as AskedByIs
 from pippy.ir.trace.suppositions import supposing
 from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
 from pippy.ir.trace.tracing_thread import replaced
-from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.trace.untraceable import CacheReturnedError, calls_without_cache, check_model, explained
 from pippy.ir.trace.values import (
     Values,
@@ -428,7 +435,7 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, read: list[nn.Module]) -> None:
-    """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
+    """Trace again with the flags of each mode, and do what the table in `modes.py` says."""
     modules = dict(traced.model.named_modules())
     before = {path: module.training for path, module in modules.items()}
     reads = _paths_of(modules, read)

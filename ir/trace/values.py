@@ -36,7 +36,7 @@ from pippy.ir.base.errors import MarkError
 from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.base.marks import recording_splits
 from pippy.ir.base.node_notes import BYTES, NO_GRADIENT, ROW_SIZES
-from pippy.ir.base.trees import map_leaves, tensors
+from pippy.ir.base.trees import UNKNOWN, map_leaves, tensors
 from pippy.ir.call.row_sizes import RowSize, compare_rows
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_fixed
@@ -47,13 +47,6 @@ from pippy.ir.trace.restore_attributes import lookup_attribute, restoring_attrib
 from pippy.ir.trace.tracing_thread import not_tracing, replaced
 from pippy.ir.trace.unfit_example import check_call, unfit_example
 
-
-class _Unknown:
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN = _Unknown()
 # These are others on a stage than in the plain model, or have no meaning for fake tensors.
 _UNKNOWN_OF_TENSORS = frozenset(
     """_version data_ptr grad grad_fn is_leaf is_pinned is_shared requires_grad retains_grad storage storage_offset stride

@@ -14,8 +14,8 @@ from pippy.drivers.batch.join_slices import joined_slices
 from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batch.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
-from pippy.ir.base.trees import children, leaves, with_children
-from pippy.ir.call.row_sizes import UNSURE, dims_of
+from pippy.ir.base.trees import UNKNOWN, children, leaves, with_children
+from pippy.ir.call.row_sizes import dims_of
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.stage_backward import loss_inside
@@ -99,9 +99,9 @@ class Results:
         """The dimension of the rows of the first micro-batch's tensors, as far as tracing with one more row has shown it."""
         if not self.division.has_rows_in_front():
             return {}
-        found = ((its[0], self.compiled.row_sizes.get(name, UNSURE)) for name, its in values.items() if len(its))
+        found = ((its[0], self.compiled.row_sizes.get(name, UNKNOWN)) for name, its in values.items() if len(its))
         pairs = [pair for value, sizes in found for pair in zip(leaves(value), dims_of(sizes, value))]
-        return {id(leaf): dim.dim if dim else None for leaf, dim in pairs if dim is not UNSURE}
+        return {id(leaf): dim.dim if dim else None for leaf, dim in pairs if dim is not UNKNOWN}
 
     def _losses(self, returned: Mapping[str, Any]) -> Any:
         """The losses of the micro-batches: a tensor of all, or a list."""
