@@ -46,7 +46,6 @@ from pippy.drivers.driver.steps.driver_arguments import (
     chosen_workers,
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
-from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.running_step import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
@@ -55,6 +54,7 @@ from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.topology import DriverPlaces
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.model.recovery.recovery import finish_saving
 from pippy.drivers.model.recovery.replace_workers import NotReplaced
 from pippy.drivers.placement.placed_pipe import PlacedPipe
@@ -165,7 +165,7 @@ class PipelineDriverBase(ModelOnWorkers):
         super().__init__(pipe, placed, commands, self.cluster, watch)
         self._arrange(self._arrangements.first)
         commands.load(placed.loads(), placed.flags())
-        watch_local_optimizers(pipe.parameters(), commands)
+        watch_gradients(dict(pipe.named_parameters()), commands)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
         _log.info("%r", self)
 

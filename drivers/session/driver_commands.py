@@ -101,7 +101,7 @@ class DriverCommands:
         self.nonfinite, self.numbers = nonfinite, numbers
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
-        self.trained = False  # whether there was a training step
+        self.has_gradients, self.dropped = False, frozenset[str]()  # but for those with these names
         self.steps = self.steps_of_last_update = 0
         self.unapplied = False  # whether there was a training step since the last update
         self.flags: Flags = {}
@@ -187,6 +187,7 @@ class DriverCommands:
     @in_turn
     def close(self) -> None:
         """Have the workers drop all that belongs to the driver."""
+        self.has_gradients = False
         if self._finalizer is not None and self._finalizer.alive:
             if not self.session.broken:
                 self.wait()
@@ -230,7 +231,8 @@ class DriverCommands:
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
             self.numbers = self.numbers and self.numbers.after(trains)
-            self.trained, self.unapplied = self.trained or trains, self.unapplied or trains
+            if trains:
+                self.unapplied, self.has_gradients, self.dropped = True, True, frozenset()
         return posted
 
     def _after_step(self, trains: bool, reduce: bool) -> GradientState:
@@ -275,16 +277,22 @@ class DriverCommands:
     def zero_grad(self) -> None:
         """Drop all gradients: the next command says so."""
         self.fetched = []
-        self.gradients, self.zeroed = GradientState.TO_DROP, frozenset()
+        self.gradients, self.zeroed, self.has_gradients = GradientState.TO_DROP, frozenset(), False
         self.nonfinite.drop_all()
         self.parameters_updated()
 
     def zero_grad_of(self, optimizer: int, names: Iterable[str]) -> None:
         """Drop the gradients of the parameters that an optimizer has, those with these names: the next command says so."""
+        names = [*names]
         self.nonfinite.drop(names)
+        self.dropped = self.dropped.union(names)
         if self.gradients is not GradientState.TO_DROP:
             self.zeroed |= {optimizer}
         self.parameters_updated()
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether the workers may have a gradient of the parameter with this name."""
+        return self.has_gradients and name not in self.dropped
 
     def parameters_updated(self) -> None:
         """The steps so far made one update."""
@@ -313,14 +321,14 @@ class DriverCommands:
         changed = surroundings if surroundings != self.told else None
         if zero or changed:
             bodies = {**dict.fromkeys(self.workers), **bodies}
-        steps = self.steps, self.unapplied
+        steps = self.steps, self.unapplied, self.has_gradients, self.dropped
         undo = partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
         return PendingCommand(bodies, self.driver, zero, undo, limit, changed, accept)
 
     def _undo(
         self,
         gradients: GradientState,
-        steps: tuple[int, bool],
+        steps: tuple[int, bool, bool, frozenset[str]],
         flags_due: bool,
         zeroed: frozenset[int],
         numbers: StepNumbers | None,
@@ -329,4 +337,5 @@ class DriverCommands:
         self.zeroed |= zeroed
         self.told, self.numbers = None, numbers
         if self.gradients is not GradientState.TO_DROP:
-            self.gradients, (self.steps, self.unapplied) = gradients, steps
+            self.gradients = gradients
+            self.steps, self.unapplied, self.has_gradients, self.dropped = steps

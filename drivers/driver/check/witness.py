@@ -28,6 +28,7 @@ from pippy.drivers.compare.wide import wide_tensors, widened
 from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.steps.asked_outputs import model_output
+from pippy.drivers.model.script_gradients import gradient_here
 from pippy.drivers.worker.measure.leave_unchanged import as_now
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.names import LOSS, named_state
@@ -232,7 +233,7 @@ class Witness:
     ) -> dict[ComparedKey, Any]:
         """The gradients and buffers after a step."""
         shown = (lambda each: each.detach().clone()) if how.whole else digest
-        gradients = {name: each.grad for name, each in parameters.items() if how.trains}
+        gradients = {name: gradient_here(each) for name, each in parameters.items() if how.trains}
         now = self.buffers()
         changed = [] if how.weights else now if how.whole else [name for name in before.changed(now) if name in now]
         return {
@@ -337,7 +338,7 @@ def _left(put_back: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def _own_gradients(parameters: list[nn.Parameter], hooks: bool) -> Iterator[None]:
     """Inside, parameters begin without gradients; afterwards they have those of before. ``hooks`` says if theirs are called."""
-    gradients = [(each, each.grad) for each in parameters]
+    gradients = [(each, gradient_here(each)) for each in parameters]
     held: list[Any] = [] if hooks else [*parameters]
     called = [own for each in held for own in (each._backward_hooks, each._post_accumulate_grad_hooks) if own]
     before = [dict(each) for each in called]

@@ -13,7 +13,7 @@ from pippy.drivers.protocol.kept_states import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.random_state import RandomState
 
-_OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update", "unapplied", "numbers")
+_OF_COMMANDS = ("gradients", "zeroed", "has_gradients", "steps", "steps_of_last_update", "unapplied", "numbers")
 _OF_OPTIMIZER = ("_sent", "stepped")
 
 

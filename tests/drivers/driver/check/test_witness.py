@@ -39,7 +39,7 @@ def batch(rows=7):
 
 
 def plain_numbers(model, loss_fn, x, target):
-    model.zero_grad()
+    model = copy.deepcopy(model)
     loss = loss_fn(model(x), target)
     loss.backward()
     return loss.detach(), {name: each.grad for name, each in model.named_parameters()}

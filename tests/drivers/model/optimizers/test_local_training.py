@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pippy import TrivialLossWrapper, pipe_split, pipeline
-from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.base.errors import DriverError, OptimizerError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.models import Chain, TiedLanguage
@@ -43,7 +45,7 @@ def test_an_optimizer_of_this_process_that_updates_nothing_says_so(model, driver
     optimizer.step()  # nobody has trained yet
     x, target = batch()
     driver.run(2, x, target)
-    with pytest.raises(OptimizerError, match=r"updated nothing.*driver.instantiate_optimizer\(torch.optim.SGD"):
+    with pytest.raises(OptimizerError, match=r"update nothing.*driver.instantiate_optimizer\(torch.optim.SGD"):
         optimizer.step()
     first = driver.run(2, x, target)
     advised = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
@@ -59,6 +61,86 @@ def test_an_optimizer_of_this_process_with_gradients_of_its_own_is_left_alone(mo
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert not torch.equal(model.layers[0].weight, before)
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # another model's
+
+
+ASKS = {
+    "clip_grad_norm_": (
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda driver: driver.clip_grad_norm_(1.0),
+    ),
+    "clip_grad_value_": (
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda driver: driver.clip_grad_value_(1.0),
+    ),
+    "zero_grad": (lambda model: model.zero_grad(), lambda driver: driver.zero_grad()),
+    "zero_grad of an optimizer": (
+        lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+        lambda driver: driver.zero_grad(),
+    ),
+    "a read": (
+        lambda model: [each.grad for each in model.parameters()],
+        lambda driver: driver.gradients(),
+    ),
+    "a written one": (
+        lambda model: setattr(model.layers[0].weight, "grad", None),
+        lambda driver: driver.get_grad("layers.0.weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("asks, instead", ASKS.values(), ids=ASKS)
+def test_who_asks_for_gradients_in_this_process_is_told_what_to_call(model, driver, asks, instead):
+    of_none = (
+        asks if asks is not ASKS["clip_grad_value_"][0] else torch.is_tensor
+    )  # torch cannot clip the values of none
+    of_none(model)  # nobody has trained yet
+    driver.run(2, *batch())
+    with pytest.raises(
+        DriverError, match=r"\.grad of 'layers\.0\.weight' in this process.*call driver\.\w+\("
+    ) as raised:
+        asks(model)
+    assert re.search(r"call driver\.(\w+)\(", str(raised.value))[1] in instead.__code__.co_names + ("gradients",)
+    assert instead(driver) is None or driver.get_grad("layers.0.weight") is not None
+    of_none(copy.deepcopy(model))
+    driver.zero_grad()
+    of_none(model)
+
+
+def test_gradients_of_a_step_that_failed_are_not_there(model, driver):
+    with pytest.raises(StepError):
+        driver.run(2, torch.randn(4, 3), torch.randn(4, 8))
+    model.zero_grad()
+
+
+def test_gradients_that_some_optimizer_dropped_are_not_there(model, driver):
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, param_groups=[{"params": "layers.0.*"}], lr=0.1)
+    driver.run(2, *batch())
+    optimizer.zero_grad()
+    assert model.layers[0].weight.grad is None
+    with pytest.raises(DriverError, match=r"'layers\.1\.weight'"):
+        print(model.layers[1].weight.grad)
+
+
+def test_torchs_own_questions_are_answered(model, driver):
+    driver.run(2, *batch())
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    model.to("cpu").double().requires_grad_()
+    with FakeTensorMode() as fake:
+        assert fake.from_tensor(model.layers[0].weight).shape == (8, 8)
+    other = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), driver.cluster)
+    other.close()
+
+
+def test_parameters_are_as_ever_once_no_driver_is_there(model, threads):
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    driver.run(2, *batch())
+    assert "grad" in vars(nn.Parameter)
+    driver.close()
+    del driver
+    gc.collect()
+    assert "grad" not in vars(nn.Parameter)
+    model.zero_grad()
 
 
 def test_the_backward_of_a_loss_says_that_the_gradients_are_there(driver):
