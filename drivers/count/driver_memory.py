@@ -15,7 +15,8 @@ class DriverMemory:
     """What each worker holds in a step, in bytes. ``str()`` of it is a table of what it holds at its peak, by kind.
 
     ``sizes`` are the bytes of each stage and value that ``program`` was counted with. ``with_state`` says whether the state of
-    an optimizer is known. ``count_check`` counts what the check of the first step takes, of a step with these peaks.
+    an optimizer is known. ``count_check`` counts what the check of the first step takes on workers, of a step with these peaks,
+    and ``in_script`` are the bytes that the plain model takes for it in the script's process.
 
     >>> from pippy.drivers.plan import make_schedule
     >>> from pippy.drivers.plan.cost.held_bytes import StageBytes
@@ -32,6 +33,7 @@ class DriverMemory:
     sizes: PipeBytes
     with_state: bool = True
     count_check: Callable[[Sequence[int]], tuple[int, ...]] | None = field(default=None, repr=False, compare=False)
+    in_script: int = 0
 
     @cached_property
     def check(self) -> tuple[int, ...]:
@@ -68,7 +70,8 @@ class DriverMemory:
 
     @property
     def _note(self) -> str:
-        return "" if self.with_state else "no optimizer yet: its state comes on top"
+        check = f"the check of the first step: {bytes_text(self.in_script)} more in the script's process"
+        return "\n".join(["no optimizer yet: its state comes on top"] * (not self.with_state) + [check] * bool(self.in_script))
 
     def __str__(self) -> str:
         head, *rows = self._table()

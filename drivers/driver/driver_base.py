@@ -560,7 +560,8 @@ class PipelineDriverBase(ModelOnWorkers):
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         checks = trains and self.steps.first_step is not None
         check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else None
-        return DriverMemory(program, sizes, bool(states) or not trains, check)
+        in_script = self.steps.witness_bytes(division) if trains else 0
+        return DriverMemory(program, sizes, bool(states) or not trains, check, in_script)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""

@@ -18,7 +18,7 @@ from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
-from pippy.drivers.driver.check.checked import Budget
+from pippy.drivers.driver.check.checked import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_bytes import TrialBytes
 from pippy.drivers.driver.check.trial_steps import TrialSteps
@@ -278,6 +278,11 @@ class StepRunner:
             return True
         optimizers = [each.counted() for each in self.model._optimizers]
         return self.trial_bytes.fit(rows, self._auto.limits.of_memory(self.placement), optimizers)
+
+    def witness_bytes(self, division: Division) -> int:
+        """The bytes that the check of the first step takes in this process."""
+        witness = None if self.first_step is None else self.first_step.witness
+        return 0 if witness is None else self.trial_bytes.of_witness(division, room(witness.device))
 
     def results(self, call: StepCall, output_spec: Any) -> Results:
         """What puts together the result of a call."""

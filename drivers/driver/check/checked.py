@@ -24,11 +24,6 @@ class Cost:
     seconds: float
     bytes: int
 
-    def of(self, rows: int) -> tuple[float, float]:
-        """What so many rows would cost, at most."""
-        times = rows / max(1, self.rows)
-        return self.seconds * times, self.bytes * times
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -54,13 +49,22 @@ class Budget:
             "however long they take, or False for no check"
         )
 
-    def has_room(self, cost: Cost | None, rows: int, device: torch.device) -> bool:
-        """Whether so many rows fit."""
-        return cost is None or (cost.of(rows)[0] <= self.seconds and not self.is_over_memory(cost, rows, device))
+    def rows(self, cost: Cost, device: torch.device) -> float:
+        """How many rows fit, if they cost as these do.
+
+        >>> Budget(2.0).rows(Cost(rows=5, seconds=0.5, bytes=1), torch.device("cpu"))
+        20.0
+        """
+        return cost.rows * min(self.seconds / max(cost.seconds, 1e-9), room(device) / max(cost.bytes, 1))
 
     def is_over_memory(self, cost: Cost | None, rows: int, device: torch.device) -> bool:
         """Whether so many rows would take too much memory."""
-        return cost is not None and cost.of(rows)[1] > free_bytes(device) * _PART
+        return cost is not None and cost.bytes * rows > room(device) * cost.rows
+
+
+def room(device: torch.device) -> float:
+    """The bytes that the plain model may take on a device."""
+    return free_bytes(device) * _PART
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class FirstStep:
             except Unlike as error:
                 reasons.append(str(error))
         if here:
+            sets = self._grown(loaded, sets, with_padding)
             try:
                 whole = self._compared_whole(loaded, run, with_padding, bool(sets))
             except Unlike as error:
@@ -171,12 +172,35 @@ class FirstStep:
             run(division, frozenset(), ())  # raises what a worker says of its dataset, if it has none either
             raise Unlike(f"the rows cannot be loaded: {error}") from error
 
+    def _grown(
+        self, division: Division, sets: Sequence[RowComparison], with_padding: bool
+    ) -> Sequence[RowComparison]:
+        """Compare more rows, as many as fit into the budget, where all of them would not. What a few rows took says little of
+        that: the more rows were compared, the better it is known."""
+        while sets and (cost := self.comparisons.cost) is not None:
+            fit = self.budget.rows(cost, self._device)
+            if fit >= (division.rows or 0) or fit < 2 * cost.rows:
+                break
+            try:
+                rows = TriedRows(division, min(8 * cost.rows, int(fit)))
+                self._check_guards([rows.divided(2)])
+                if sum(rows.sizes) < 2 * cost.rows or not self.fits(rows.divided(1)):
+                    break
+                self.comparisons.cost = None
+                compared = self._compared(rows, self._loss_reduction)
+            except (NoRows, PippyError, Unlike):  # the Pipe was traced for fewer rows, for one
+                break
+            finally:
+                self.comparisons.cost = self.comparisons.cost or cost
+            sets = [compared, *sets[1:]] if compared.agrees else self._compared_sets(rows, with_padding)
+        return sets
+
     def _compared_whole(
         self, division: Division, run: RunWhole, with_padding: bool, has_sets: bool
     ) -> WholeStep | None:
         """All rows, by the step's own program. None if they do not fit into the budget, and others were compared."""
         cost = self.comparisons.cost
-        if has_sets and not self.budget.has_room(cost, division.rows or 0, self._device):
+        if has_sets and cost is not None and self.budget.rows(cost, self._device) < (division.rows or 0):
             return None
         if not has_sets and self.budget.is_over_memory(cost, division.rows or 0, self._device):
             raise Unlike("the plain model would take more than half of the memory that is free in this process")

@@ -9,11 +9,12 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.digest import bytes_of_digest
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
-from pippy.drivers.driver.check.rows import NoRows, TriedRows
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.placement import Placement
+from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe, compiled_of
 
 
@@ -46,6 +47,15 @@ class TrialBytes:
             peak + sum(digests[stage] for stage in self.placement.stages_of(worker % workers))
             for worker, peak in enumerate(peaks)
         )
+
+    def of_witness(self, division: Division, room: float) -> int:
+        """The most bytes that the plain model takes for a mini-batch in the script's process: its numbers thrice (those of the
+        workers, and two copies that are put back), gradients, and what a forward keeps; if ``room`` is less, for a few rows."""
+        state = sum(each.nbytes for _, each in named_state(self.pipe))
+        whole = 2 * state + sum(self.of(WholeRows(division).divided(1)))
+        with suppress(NoRows):
+            return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
+        return whole
 
     def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
         """Whether no worker holds more than its limit."""

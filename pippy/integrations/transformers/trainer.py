@@ -267,7 +267,7 @@ class PipelineTrainer(Trainer):
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Of a Trainer, before it clips gradients: whether some are of other device meshes than others. All are on the workers."""
+        """Of a Trainer that clips gradients: whether some are of other device meshes than others. All are on the workers."""
         return False
 
     def _clip_grad_norm_of_workers(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:

@@ -41,6 +41,7 @@ def test_nothing_is_computed_and_nothing_changes(threads):
         "0",
         "1",
         "no",
+        "the",
     ]
     driver.close()
 

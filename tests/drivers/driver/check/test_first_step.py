@@ -1,5 +1,6 @@
 """The first step gives the plain model's numbers, or an error whose advice, followed, gives them: whatever the model does."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -23,9 +24,12 @@ from pippy import (
 )
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.driver.check import comparisons
+from pippy.drivers.driver.check.checked import Cost
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.rows import TriedRows
 from pippy.drivers.driver.check.trial_steps import TrialSteps
+from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 
@@ -768,6 +772,48 @@ def test_what_it_holds_is_counted(threads, monkeypatch):
     counted = driver.memory(8, x, x).check
     for worker, count in enumerate(counted):
         assert 0.5 * count < max(bytes for index, bytes in held if index == worker) <= 1.05 * count
+
+
+@pytest.mark.parametrize("room", [1 << 40, 0], ids=["all rows", "few rows"])
+def test_what_the_plain_model_holds_is_counted(threads, monkeypatch, room):
+    """Without the numbers of the workers and a copy of its own, which are there around its steps."""
+    monkeypatch.setattr("pippy.drivers.driver.check.checked.free_bytes", lambda device: 2 * room)
+    live, inner = LiveStorages(), Witness.step
+
+    def measuring(self, division, how):
+        with live:
+            return inner(self, division, how)
+
+    monkeypatch.setattr(Witness, "step", measuring)
+    x = torch.randn(512, 64)
+    driver = PipelineDriver1F1B(pipeline(Wide(), nn.MSELoss()), threads, check="full")
+    state = sum(each.nbytes for each in driver.pipe.parameters())
+    counted = driver.memory(8, x, x).in_script - 2 * state
+    driver.run(8, x, x)
+    assert (driver.checked.tried == 512) is (room > 0)
+    assert 0.6 * counted < live.most - state <= 1.05 * counted  # the model's own parameters were there before
+    assert "in the script's process" in str(driver.memory(8, x, x))
+
+
+@pytest.mark.parametrize(
+    "fixed, of_row, seconds, tried",
+    [
+        (0.0, 0.01, 0.05, 5),
+        (0.0, 0.01, 0.09, 5),
+        (0.0, 0.01, 0.12, 12),
+        (0.0, 0.01, 1.0, 100),
+        (0.5, 1e-4, 2.0, 512),  # the fixed part of what five rows take does not count 102 times
+    ],
+)
+def test_as_many_rows_are_compared_as_fit(threads, monkeypatch, fixed, of_row, seconds, tried):
+    monkeypatch.setattr(comparisons, "Cost", lambda rows, seconds, bytes: Cost(rows, fixed + of_row * rows, bytes))
+    x = torch.randn(512, 64)
+    driver = PipelineDriver1F1B(pipeline(Wide(), nn.MSELoss()), threads, check=seconds)
+    driver.run(8, x, x)
+    assert driver.checked.tried == tried
+    found = PipelineDriver1F1B(pipeline(Wide(), lambda o, t: F.mse_loss(o[:11], t[:11])), threads, check=seconds)
+    with contextlib.nullcontext() if tried == 5 else pytest.raises(MicrobatchError):
+        found.run(2, x, x)
 
 
 def test_it_stays_within_memory(threads):

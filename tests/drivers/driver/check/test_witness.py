@@ -229,9 +229,9 @@ def test_a_budget_says_how_many_rows_are_compared(threads):
 def test_rows_that_do_not_fit_into_memory_are_not_run(threads, monkeypatch):
     cost, device = Cost(rows=5, seconds=0.1, bytes=1 << 20), torch.device("cpu")
     monkeypatch.setattr("pippy.drivers.driver.check.checked.free_bytes", lambda device: 4 << 20)
-    assert Budget().has_room(cost, 10, device) and not Budget().has_room(cost, 11, device)
-    assert not Budget(seconds=0.15).has_room(cost, 10, device)
-    assert not Budget(float("inf")).has_room(cost, 11, device)
+    assert Budget().rows(cost, device) == Budget(float("inf")).rows(cost, device) == 10
+    assert Budget(seconds=0.15).rows(cost, device) == pytest.approx(7.5)
+    assert Budget().is_over_memory(cost, 11, device) and not Budget().is_over_memory(cost, 10, device)
 
 
 # 16 bits
@@ -290,7 +290,7 @@ def the_pipeline_is_its_own_witness(monkeypatch):
 
 
 def few_rows_alone(monkeypatch):
-    monkeypatch.setattr(Budget, "has_room", lambda *given: False)
+    monkeypatch.setattr(Budget, "rows", lambda *given: 0.0)
 
 
 def a_warning_in_place_of_a_refusal(monkeypatch):
