@@ -161,6 +161,23 @@ def by_name(kind):
     return lambda items: kind(dict(zip("ab", items)))
 
 
+class Tags(nn.Module):
+    """A tag for each element of a sequence; sequences come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.LSTM(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        h = self.first(x)[0]
+        pipe_split()
+        return self.last(h)
+
+
+def of_tags(o, t):
+    return F.cross_entropy(o.flatten(0, 1), t.flatten())
+
+
 class Asks(nn.Module):
     """Asks how many rows there are, of an input or of a hidden value, and goes on differently."""
 
@@ -190,6 +207,7 @@ images = Script(Images, F.cross_entropy, (IMAGES, LABELS), example=True)
 three = replace(images, inputs=(IMAGES[:3], LABELS[:3]), chunks=3)
 speech = Script(Speech, ctc, (SOUNDS, (LETTERS, LENGTHS)))
 long, square = [Script(Recurrent, F.cross_entropy, (x, LABELS)) for x in (LONG, SQUARE)]
+tags = Script(Tags, of_tags, (SQUARE, torch.randint(0, 4, (6, 6))))
 ragged = Script(Ragged, F.cross_entropy, (JAGGED, LABELS))
 strided = replace(ragged, inputs=(STRIDED, LABELS))
 pieces = replace(
@@ -235,6 +253,12 @@ ADVICE = [
         square,
         "which is as long: chunk_spec={'x': TensorChunkSpec(1)}",
         [spec(square, x=TensorChunkSpec(1)), whole(square)],
+    ),
+    (
+        "sequences first, and tags of their elements",
+        tags,
+        "chunk_spec={'x': TensorChunkSpec(1), 'target': TensorChunkSpec(1)}",
+        [spec(tags, x=TensorChunkSpec(1), target=TensorChunkSpec(1)), whole(tags)],
     ),
     ("a nested tensor", strided, "layout=torch.jagged), or pad it", [ragged, padded]),
     (

@@ -1,7 +1,8 @@
 """Finds the advice for rows that do not agree: another reduction, a single loss, or an input that is not cut. All are tried."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from pippy.drivers.batch.division import CutTensor, DividedValue, SameForAll
 from pippy.drivers.compare.trial_notes import TrialNotes
@@ -43,15 +44,11 @@ class Remedies:
                 "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
                 "chunks=1"
             )
-        users, given = {name: user for user, name in rows[0].division.names.items()}, rows[0].division.arguments
-        cut = [name for name, value in given.items() if isinstance(value, CutTensor) and not rows[0].is_piece]
-        of_model = [name for name in cut if name != self.comparisons.compiled.target_name]
-        for name in cut if len(of_model) > 1 else ():  # else no rows of the model would be cut
-            if fit([rows[0].with_argument(name, _same_for_all)], reduction):
-                return (
-                    f"They agree if {users.get(name, name)!r} is not part of the batch: give the driver "
-                    f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}; or run one micro-batch, chunks=1"
-                )
+        for names, spec, how in self._other_specs(rows[0]):
+            if fit([rows[0].with_arguments(names, how)], reduction):
+                users = {name: user for user, name in rows[0].division.names.items()}
+                said = ", ".join(f"{users.get(name, name)!r}: {spec}" for name in names)
+                return f"They agree if you give the driver chunk_spec={{{said}}}; or run one micro-batch, chunks=1"
         of_rows = self.comparisons.compiled.guards.are_of_rows
         why = (
             "forward depends on the number of rows"
@@ -62,6 +59,18 @@ class Remedies:
             f"No other known reduction fits either: {why}. Run one micro-batch, chunks=1. If you know that the difference does "
             "not matter, give the driver check=False"
         )
+
+    def _other_specs(self, rows: TriedRows) -> Iterator[tuple[Sequence[str], str, Callable[[DividedValue], DividedValue]]]:
+        """Other specs of inputs, to try: those that could be sequences first are cut along their next dimension, all or one by
+        one; and one input is not cut, if the model has others that are."""
+        target, given = self.comparisons.compiled.target_name, rows.division.arguments
+        inputs = sorted(given.items(), key=lambda each: each[0] == target)  # the target last
+        cut = [name for name, value in inputs if isinstance(value, CutTensor) and not rows.is_piece]
+        turned = [name for name in cut if _next_dimension(given[name]) != given[name]]
+        for names in dict.fromkeys([tuple(turned), *((name,) for name in turned)]) if turned else ():
+            yield names, "TensorChunkSpec(1)", _next_dimension
+        for name in cut if len([each for each in cut if each != target]) > 1 else ():  # else no rows of the model would be cut
+            yield (name,), "Replicate()", _same_for_all
 
     def _candidates(self, comparison: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:
         return candidate_reductions(comparison.rows.divided(1), asked, self.comparisons.compiled.target_name)
@@ -76,6 +85,11 @@ class Remedies:
             )
         except (PippyError, RuntimeError, IndexError, TypeError, ValueError):  # it does not count such targets
             return math.inf
+
+
+def _next_dimension(leaf: DividedValue) -> DividedValue:
+    is_square = isinstance(leaf, CutTensor) and leaf.dim == 0 and leaf.value.dim() > 1 and leaf.value.shape[0] == leaf.value.shape[1]
+    return replace(leaf, dim=1) if is_square else leaf  # type: ignore[call-arg]
 
 
 def _same_for_all(leaf: DividedValue) -> DividedValue:

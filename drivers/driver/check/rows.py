@@ -133,11 +133,13 @@ class TriedRows:
         """The same rows, with other rows in the first micro-batch."""
         return self.rotated(self.sizes[0])
 
-    def with_argument(self, name: str, spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
-        """The same rows, where one argument of the mini-batch has another spec."""
-        arguments = {**self.division.arguments, name: map_divided(spec, self.division.arguments[name])}
+    def with_arguments(self, names: Collection[str], spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
+        """The same rows, where some arguments of the mini-batch have another spec."""
+        given = self.division.arguments
         found = copy.copy(self)
-        found.division = replace(self.division, arguments=arguments)
+        found.division = replace(
+            self.division, arguments={**given, **{name: map_divided(spec, given[name]) for name in names}}
+        )
         return found
 
     def divided(self, chunks: int, turned: bool = False) -> Division:
