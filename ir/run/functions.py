@@ -45,8 +45,8 @@ def check_not_none(value: Any) -> None:
     if value is None:
         raise TypeError(
             "forward asked whether a value is None. The answer was No when it was traced, but now the value is "
-            "None. Let the code that computes the value decide what to do without it, or keep the code whole with "
-            "a tracer whose is_leaf_module returns True"
+            "None. Make another Pipe with this call for its example (example_args=); or let the code that computes the value "
+            "decide what to do without it, or keep the code whole with a tracer whose is_leaf_module returns True"
         )
 
 

@@ -43,7 +43,6 @@ POSSIBLE: dict[str, tuple[Any, ...]] = {
     "dtype": _DTYPES,
     "layout": (torch.strided, torch.sparse_coo, torch.sparse_csr),
 }
-_LOOKUPS = ("get", "pop", "setdefault")  # methods of dicts
 _KNOWN = ("torch", "pippy", "operator", "_operator", "builtins", "math")  # modules of functions that give no None
 
 
@@ -197,7 +196,7 @@ def may_be_none(node: fx.Node, root: nn.Module) -> bool:
         module = root.get_submodule(str(node.target))
         return isinstance(module, nn.MultiheadAttention) or not type(module).__module__.startswith("torch.")
     if node.op == "call_method":
-        return node.target in _LOOKUPS
+        return node.target == "__call__"  # of a method that tensors do not have, as the `get` of a dict
     if name_of(node.target) in ("getitem", "getattr"):
         container, index = node.args
         if name_of(node.target) == "getattr" and hasattr(torch.Tensor, str(index)):

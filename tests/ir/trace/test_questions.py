@@ -487,3 +487,48 @@ def test_an_attribute_of_an_input_is_taken_for_not_none_and_checked():
     assert torch.equal(pipe(batch), model(batch))
     with pytest.raises(StageError, match="The answer was No when it was traced"):
         pipe(SimpleNamespace(x=x, mask=None))
+
+
+class Batch(dict):
+    """A batch with a method of its own."""
+
+    def mask(self):
+        return self.get("mask")
+
+
+LOOKUPS = {
+    "get": lambda batch: batch.get("mask"),
+    "get with a default": lambda batch: batch.get("mask", None),
+    "getattr": lambda batch: getattr(batch, "get")("mask"),  # noqa: B009
+    "a method": lambda batch: batch.mask(),
+}
+
+
+class LooksUp(ComparesPart):
+    def __init__(self, look_up):
+        super().__init__(True)
+        self.look_up = look_up
+
+    def forward(self, batch):
+        x = self.lin(batch["x"])
+        mask = self.look_up(batch)
+        pipe_split()
+        return x * 2 if mask is None else x * 3
+
+
+@pytest.mark.parametrize("look_up", LOOKUPS.values(), ids=LOOKUPS)
+def test_what_a_lookup_gives_is_taken_for_not_none_and_checked(look_up):
+    model, x = LooksUp(look_up), torch.randn(2, 4)
+    pipe = pipeline(model)
+    assert torch.equal(pipe(Batch(x=x, mask=x)), model(Batch(x=x, mask=x)))
+    for without in (Batch(x=x), Batch(x=x, mask=None)):
+        with pytest.raises(StageError, match="The answer was No when it was traced"):
+            pipe(without)
+
+
+def test_with_an_example_without_it_the_answer_is_that_of_the_example():
+    model, x = LooksUp(LOOKUPS["get"]), torch.randn(2, 4)
+    pipe = pipeline(model, example_args=({"x": x},))
+    assert torch.equal(pipe({"x": x}), model({"x": x}))
+    with pytest.raises(InputError, match="was not there"):
+        pipe({"x": x, "mask": x})
