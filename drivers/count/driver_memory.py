@@ -71,7 +71,9 @@ class DriverMemory:
     @property
     def _note(self) -> str:
         check = f"the check of the first step: {bytes_text(self.in_script)} more in the script's process"
-        return "\n".join(["no optimizer yet: its state comes on top"] * (not self.with_state) + [check] * bool(self.in_script))
+        return "\n".join(
+            ["no optimizer yet: its state comes on top"] * (not self.with_state) + [check] * bool(self.in_script)
+        )
 
     def __str__(self) -> str:
         head, *rows = self._table()

@@ -54,9 +54,9 @@ from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.topology import DriverPlaces
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.model.recovery.recovery import finish_saving
 from pippy.drivers.model.recovery.replace_workers import NotReplaced
+from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
@@ -459,7 +459,7 @@ class PipelineDriverBase(ModelOnWorkers):
         def settle() -> None:
             self._settle(next_one)
 
-        values = self.recovery.recover(self.loading, self._send_again, self._settings.timeout, wanted, settle)
+        values = self.recovery.recover(self.loading, self._send_again, wanted, settle)
         self._arrangements.note(self._arrangement, schedule)
         if warning:
             source.warn(warning)

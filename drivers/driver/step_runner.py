@@ -162,7 +162,7 @@ class StepRunner:
             watch=self.first_step is not None and self.first_step.watches and call.trains,
         )
         running = RunningStep(self.session, results, partial(self._accepted, unprobed))
-        self.session.wait_given_up(self.settings.timeout)
+        self.session.wait_given_up()
         program = sent.lowered.program
         note = measured = None
         if record is not None:

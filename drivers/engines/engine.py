@@ -70,5 +70,4 @@ def start(engine: Engine, timeout: float, start_timeout: float) -> Session:
         deaths=engine.deaths,
         messages=engine.messages,
         recovery_advice=engine.recovery_advice,
-        end_processes=engine.close,
     )

@@ -45,7 +45,9 @@ class _Held:
     def is_there(self) -> bool:
         """Whether the workers have it, and this process has no gradient of the model."""
         commands = self._commands()
-        return commands is not None and commands.has_gradient(self.name) and not any(map(_has_gradient, self._parameters))
+        return (
+            commands is not None and commands.has_gradient(self.name) and not any(map(_has_gradient, self._parameters))
+        )
 
 
 def _has_gradient(reference: "weakref.ref[torch.Tensor]") -> bool:
@@ -101,16 +103,16 @@ def _check(parameter: torch.Tensor) -> None:
     optimizer = next((each for each in map(_optimizer_that_steps, calls) if each is not None), None)
     if optimizer is not None:
         raise OptimizerError(
-            f"this {optimizer} can update nothing: its parameters are those of this process, which have no gradients. {_COPY}: "
-            f"make the optimizer with driver.instantiate_optimizer(torch.optim.{optimizer}, ...), and call driver.copy_to(model) "
-            "to get the trained parameters"
+            f"this {optimizer} can update nothing: its parameters are those of this process, which have no gradients. "
+            f"{_COPY}: make the optimizer with driver.instantiate_optimizer(torch.optim.{optimizer}, ...), and call "
+            "driver.copy_to(model) to get the trained parameters"
         )
     called = next((each.f_code.co_name for each in calls if each.f_code.co_name in _INSTEAD), None)
     if called or source.is_users(calls[0].f_code.co_filename):
         raise DriverError(
             f"{called + '()' if called else 'the script'} asks for .grad of {held.name!r} in this process, where it is None. "
-            f"{_COPY}, and their gradients are there: {_INSTEAD.get(called or '', _OTHERWISE)} in place of it. For gradients of a "
-            "plain run in this process, take a copy of the model, made by copy.deepcopy(model)"
+            f"{_COPY}, and their gradients are there: {_INSTEAD.get(called or '', _OTHERWISE)} in place of it. For "
+            "gradients of a plain run in this process, take a copy of the model, made by copy.deepcopy(model)"
         )
 
 

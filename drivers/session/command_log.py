@@ -10,9 +10,9 @@ actions that follow. The log reads no clock, knows no thread and has no socket: 
     given up: done, with an error. The calls that are not answered stay in ``unanswered``, and nothing is posted until they are
 
 When a worker answers that it failed, the others may wait for values that will never come. So the command, and all that were
-posted after it, are given up on all workers. When a worker is lost, or an instruction that was given up goes on for too long,
-the cluster is broken: nothing is told or awaited any more, until other processes are in the places of those that were lost,
-or those are gone: a worker that is gone has no process, and nothing is sent to it until it has one again.
+posted after it, are given up on all workers. A worker that goes on for too long with what was given up is lost. When a worker
+is lost, the cluster is broken: nothing is told or awaited any more, until other processes are in the places of those that were
+lost, or those are gone: a worker that is gone has no process, and nothing is sent to it until it has one again.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from pippy.drivers.protocol.peers import NeedsPeers
 from pippy.drivers.protocol.stages import ForgetPeers
 from pippy.drivers.protocol.states import RestoreState
 from pippy.drivers.protocol.urgent import GiveUp
-from pippy.drivers.session.step_errors import given_up_error, late_text, step_error, stuck_error
+from pippy.drivers.session.step_errors import given_up_error, late_text, step_error, stuck_text
 from pippy.ir.base.surroundings import Surroundings
 
 _CHANGES = OptimizerStep, RestoreState, TakeState, TakeKept, Initialize, PutBackState
@@ -147,11 +147,7 @@ class AwaitGivenUp(NamedTuple):
     command: PendingCommand
 
 
-class EndProcesses(NamedTuple):
-    """End all processes of the cluster: an instruction that has begun cannot be stopped otherwise."""
-
-
-Action = Connect | Send | Tell | Told | Accept | Undo | Lose | AskDump | AwaitGivenUp | EndProcesses
+Action = Connect | Send | Tell | Told | Accept | Undo | Lose | AskDump | AwaitGivenUp
 
 
 class CommandLog:
@@ -324,14 +320,10 @@ class CommandLog:
         error = StepError(late_text(command.number, command.limit, dump))
         return [] if command.done else [*self.give_up(error), AwaitGivenUp(command)]
 
-    def stuck(self, workers: Collection[int], seconds: float, command: PendingCommand | None = None) -> list[Action]:
-        """Some workers have not given up after so long: all processes are ended. ``command`` had taken longer than it may."""
-        if not workers:
-            return []
-        error = stuck_error([self.names[worker] for worker in sorted(workers)], seconds)
-        if command is not None:
-            command.error = StepError(f"{command.error}\n\n{error}")
-        return [*self.end(error), EndProcesses()]
+    def stuck(self, doing: Mapping[int, str], seconds: float) -> list[Action]:
+        """Some workers have not given up after so long, and this is what each does: they are lost, which ends what they do."""
+        self.to_replace.update(doing)
+        return [Lose(worker, stuck_text(what, seconds)) for worker, what in doing.items()]
 
     # What breaks
 

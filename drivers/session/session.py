@@ -46,7 +46,7 @@ class Session:
     within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
 
     ``deaths`` returns the workers that the operating system says have died, and how. ``messages`` carries all that is sent.
-    The error for a lost worker ends with ``recovery_advice``. ``end_processes`` ends them all, and is told which one was lost.
+    The error for a lost worker ends with ``recovery_advice``.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Session:
         deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
         messages: Messages | None = None,
         recovery_advice: str = RECOVERY_ADVICE,
-        end_processes: Callable[[str | None], Any] = lambda lost: None,
     ) -> None:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
@@ -66,7 +65,7 @@ class Session:
         self.lock = threading.RLock()
         self.recovery_advice = recovery_advice
         self.messages = messages or ControllerConnections()
-        self._deaths, self._end_processes = deaths, end_processes
+        self._deaths = deaths
         self._waits: set[weakref.ref[CallWait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
         self.compiling = CompileProgress([worker.name for worker in self.workers])
         self._reports: deque[tuple[int, int, str]] = deque()
@@ -227,7 +226,7 @@ class Session:
         command.sender = threading.get_ident()
         try:
             while not command.number:
-                self.wait_given_up(command.limit)
+                self.wait_given_up()
                 with uninterrupted(), self.lock:
                     self.check()
                     while self._gone:
@@ -273,10 +272,17 @@ class Session:
         with uninterrupted(), self.lock, suppress(ClusterError):  # a worker that is lost as it is told ends all, too
             self._do(self.log.give_up(error))
 
-    def wait_given_up(self, limit: float | None) -> None:
-        """Wait until the workers have given up what they were told to. After Ctrl-C the next command goes on waiting."""
+    def wait_given_up(self) -> None:
+        """Wait until the workers have given up what they were told to. One that has not after ``timeout`` seconds is lost."""
         if self.log.unanswered:
-            self._await_given_up(limit)
+            calls = list(self.log.unanswered)
+            for call in self.completed(calls, self.timeout):
+                with self.lock:
+                    self.log.gave_up(call)
+            stuck = {call.worker for call in calls if call in self.log.unanswered}
+            said = self._doing(stuck)
+            with uninterrupted(), self.lock:
+                self._do(self.log.stuck({worker: said[worker] for worker in stuck}, self.timeout))
             self.check()
 
     def _await_done(self, command: PendingCommand) -> None:
@@ -307,14 +313,6 @@ class Session:
             with self.lock:
                 self._do(self.log.timed_out(oldest))
 
-    def _await_given_up(self, limit: float | None, late: PendingCommand | None = None) -> None:
-        calls = list(self.log.unanswered)
-        for call in self.completed(calls, limit):
-            with self.lock:
-                self.log.gave_up(call)
-        with uninterrupted(), self.lock:
-            self._do(self.log.stuck({call.worker for call in calls if call in self.log.unanswered}, limit or 0.0, late))
-
     def _do(self, follows: Iterable[actions.Action]) -> None:
         """Do what follows from an event."""
         for action in follows:
@@ -339,11 +337,9 @@ class Session:
                     self._do(self.log.dumped(command, self.dump()))
                 case actions.AwaitGivenUp(command):
                     try:
-                        self._await_given_up(self.timeout, command)
+                        self.wait_given_up()
                     except ClusterError as lost:  # that is why it took so long
-                        command.error = lost
-                case actions.EndProcesses():
-                    self._end_processes(self.log.lost)
+                        lost.__cause__, command.error = command.error, lost
 
     def _accept(self, command: PendingCommand) -> None:
         """See whether the controller can use the answers. If not, the command has failed, and nothing of it counts."""
@@ -363,25 +359,29 @@ class Session:
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, and which workers do not answer in time."""
         try:
-            said = self._ask(Dump(), timeout)
+            return "\n".join(
+                f"{self.workers[worker].name!r}: {what}"
+                for worker, what in self._doing(range(len(self.workers)), timeout).items()
+            )
         except ClusterError as error:
             return str(error)
+
+    def _doing(self, workers: Iterable[int], timeout: float = 1.0) -> dict[int, str]:
+        """What some workers do or wait for, as they say themselves."""
+        calls = [self.urgent(worker, Dump()) for worker in workers if worker not in self.log.gone]
+        said = {call.worker: call.answer for call in self.completed(calls, timeout)}
         silent = f"no answer within {timeout:g} s: it is stopped, or its process does not let Python run"
-        said |= dict.fromkeys(self.log.gone, "it was lost, and has no process")
-        return "\n".join(f"{each.name!r}: {said.get(i, silent)}" for i, each in enumerate(self.workers))
+        gone = dict.fromkeys(self.log.gone, "it was lost, and has no process")
+        return {worker: {**said, **gone}.get(worker, silent) for worker in workers}
 
     def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
         """From which worker to which values stay on devices, and from which to which they do not, with the reason."""
         try:
-            said = self._ask(AskWays(), timeout)
+            calls = [self.urgent(worker, AskWays()) for worker in self.log.present]
+            said = {call.worker: call.answer for call in self.completed(calls, timeout)}
         except ClusterError:
             return {}
         return {(one, other): why for one, ways in said.items() for other, why in ways.items()}
-
-    def _ask(self, message: Any, timeout: float) -> dict[int, Any]:
-        """What the workers that answer in time say at once."""
-        calls = [self.urgent(worker, message) for worker in self.log.present]
-        return {call.worker: call.answer for call in self.completed(calls, timeout)}
 
     # Who is alive
 
@@ -452,20 +452,17 @@ class Session:
             self._reports.clear()
             return self.log.replace(replaced.keys(), gone)
 
-    def mend(self, replaced: Mapping[int, Address], limit: float | None, gone: Collection[int] = ()) -> None:
+    def mend(self, replaced: Mapping[int, Address], gone: Collection[int] = ()) -> None:
         """Go on with other processes in the places of workers, and without those that are ``gone``: the others give up what
-        they do, and forget those.
-
-        If they do not in ``limit`` seconds, the processes are ended.
-        """
+        they do, and forget those."""
         with self.lock:
             self._do(self.renew(replaced, gone))
-        for call in self.completed(list(self.log.unanswered), limit):
+        calls = list(self.log.unanswered)
+        self.wait_given_up()
+        for call in calls:
             failure = getattr(call.answer, "failure", None)
             if failure is not None:
                 raise ClusterError(f"worker {call.worker} could not forget lost workers: {failure.message}")
-            self.log.gave_up(call)
-        self.wait_given_up(0.0)
         self.log.replaced()
 
     def _inspect(self, call: PendingCall) -> None:

@@ -1,6 +1,5 @@
 """What the controller raises for a command that failed, took too long, or was given up."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError, StepError
@@ -59,9 +58,9 @@ def late_text(number: int, limit: float | None, dump: str) -> str:
     return f"step {number} took longer than {limit or 0.0:g} s (step_timeout) and was given up; at that time\n{dump}"
 
 
-def stuck_error(names: Sequence[str], seconds: float) -> ClusterError:
-    """The error for workers whose instruction does not end."""
-    return ClusterError(
-        f"worker {', '.join(map(repr, names))} was still at its instruction {seconds:g} s after the step was given up; the "
-        "processes of this cluster were ended, open another"
+def stuck_text(doing: str, seconds: float) -> str:
+    """How a worker is lost whose instruction does not end."""
+    return (
+        f"{seconds:g} s after it was told to give up what it did, it had not (cluster(timeout=) says how long it may take); it "
+        f"says: {doing}"
     )

@@ -2,11 +2,12 @@
 
 import copy
 import os
+import re
 import runpy
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -507,15 +508,74 @@ def test_a_step_that_takes_too_long(own):
     training.check()
 
 
-def test_a_stage_that_never_ends(own):
+NEVER_ENDS = r"worker 'worker1'.* 1 s after it was told to give up .*says: .*F1\.1.*call driver\.recover\(\)"
+GIVEN_UP = {"Ctrl-C": KeyboardInterrupt, "a time limit": WorkerLostError, "an error elsewhere": StepError}
+NEXT = {
+    "run": lambda driver, other, folder: driver.run(
+        CHUNKS, torch.randn(ROWS, 8), no_orders(ROWS), torch.randn(ROWS, 8)
+    ),
+    "gradients": lambda driver, other, folder: driver.gradients(),
+    "state_dict": lambda driver, other, folder: driver.state_dict(),
+    "save": lambda driver, other, folder: driver.save(folder),
+    "an optimizer": lambda driver, other, folder: driver.instantiate_optimizer(torch.optim.SGD, lr=0.1),
+    "close": lambda driver, other, folder: driver.close(),
+    "another driver": lambda driver, other, folder: other.gradients(),
+}
+
+
+def give_up(training, how):
+    """A step in which stage 1 never ends is given up."""
+    given = orders(ROWS, 1, ENDLESS, 2)
+    if how == "an error elsewhere":
+        given[0] = torch.tensor([3, FORWARD])
+    interrupts = interrupted(0.3) if how == "Ctrl-C" else nullcontext()
+    with within(3.0), pytest.raises(GIVEN_UP[how]) as caught, interrupts:
+        training.driver.run(CHUNKS, torch.randn(ROWS, 8), given, torch.randn(ROWS, 8))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "how, what",
+    [*(("Ctrl-C", what) for what in NEXT), ("an error elsewhere", "run"), ("an error elsewhere", "another driver")],
+)
+def test_every_call_ends_after_a_stage_that_never_ends_was_given_up(own, tmp_path, how, what):
+    """The worker is lost after the cluster's ``timeout``, and replaced. The others go on."""
+    training, other = Training(own), Training(own, world_size=2)
+    training.step()
+    other.step()
+    own.session.timeout = 1.0
+    give_up(training, how)
+    with within(1.0 + 1.5), pytest.raises(WorkerLostError, match=NEVER_ENDS):
+        NEXT[what](training.driver, other.driver, tmp_path)
+    pids = [each.pid for each in own.session.workers]
+    other.driver.recover()
+    assert [each.pid == pid for each, pid in zip(own.session.workers, pids)] == [True, False, True, True]
+    other.plain.zero_grad()
+    other.check()
+
+
+def test_recover_alone_is_enough_after_ctrl_c_in_a_stage_that_never_ends(own):
     training = Training(own)
     training.step()
-    training.driver.steps.settings.timeout, own.session.timeout = 0.5, 3.0
-    with within(6.0), pytest.raises(StepError, match="the processes of this cluster were ended") as caught:
-        training.fail(ENDLESS)
-    assert "'worker1' was still at its instruction" in str(caught.value)
-    with within(0.1), pytest.raises(ClusterError, match="open another"):
+    own.session.timeout = 1.0
+    give_up(training, "Ctrl-C")
+    with within(1.0 + 3.0):
+        training.driver.recover()
+    training.plain.zero_grad()
+    training.check()
+
+
+def test_a_step_that_never_ends_is_lost_when_its_time_limit_is_over(own):
+    training = Training(own)
+    training.step()
+    training.driver.steps.settings.timeout, own.session.timeout = 0.5, 1.0
+    error = give_up(training, "a time limit")
+    assert re.search(NEVER_ENDS, str(error)) and "took longer than 0.5 s (step_timeout)" in str(error.__cause__)
+    with within(0.1), pytest.raises(WorkerLostError):
         training.step()
+    training.driver.recover()
+    training.plain.zero_grad()
+    training.check()
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, "1"])

@@ -172,9 +172,7 @@ class FirstStep:
             run(division, frozenset(), ())  # raises what a worker says of its dataset, if it has none either
             raise Unlike(f"the rows cannot be loaded: {error}") from error
 
-    def _grown(
-        self, division: Division, sets: Sequence[RowComparison], with_padding: bool
-    ) -> Sequence[RowComparison]:
+    def _grown(self, division: Division, sets: Sequence[RowComparison], with_padding: bool) -> Sequence[RowComparison]:
         """Compare more rows, as many as fit into the budget, where all of them would not. What a few rows took says little of
         that: the more rows were compared, the better it is known."""
         while sets and (cost := self.comparisons.cost) is not None:

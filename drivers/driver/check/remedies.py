@@ -60,7 +60,9 @@ class Remedies:
             "not matter, give the driver check=False"
         )
 
-    def _other_specs(self, rows: TriedRows) -> Iterator[tuple[Sequence[str], str, Callable[[DividedValue], DividedValue]]]:
+    def _other_specs(
+        self, rows: TriedRows
+    ) -> Iterator[tuple[Sequence[str], str, Callable[[DividedValue], DividedValue]]]:
         """Other specs of inputs, to try: those that could be sequences first are cut along their next dimension, all or one by
         one; and one input is not cut, if the model has others that are."""
         target, given = self.comparisons.compiled.target_name, rows.division.arguments
@@ -69,7 +71,9 @@ class Remedies:
         turned = [name for name in cut if _next_dimension(given[name]) != given[name]]
         for names in dict.fromkeys([tuple(turned), *((name,) for name in turned)]) if turned else ():
             yield names, "TensorChunkSpec(1)", _next_dimension
-        for name in cut if len([each for each in cut if each != target]) > 1 else ():  # else no rows of the model would be cut
+        for name in (
+            cut if len([each for each in cut if each != target]) > 1 else ()
+        ):  # else no rows of the model would be cut
             yield (name,), "Replicate()", _same_for_all
 
     def _candidates(self, comparison: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:
@@ -88,7 +92,12 @@ class Remedies:
 
 
 def _next_dimension(leaf: DividedValue) -> DividedValue:
-    is_square = isinstance(leaf, CutTensor) and leaf.dim == 0 and leaf.value.dim() > 1 and leaf.value.shape[0] == leaf.value.shape[1]
+    is_square = (
+        isinstance(leaf, CutTensor)
+        and leaf.dim == 0
+        and leaf.value.dim() > 1
+        and leaf.value.shape[0] == leaf.value.shape[1]
+    )
     return replace(leaf, dim=1) if is_square else leaf  # type: ignore[call-arg]
 
 

@@ -114,7 +114,6 @@ class Recovery:
         self,
         loading: Loading,
         send_again: Callable[[Collection[int]], None],
-        limit: float | None,
         wanted: Wanted,
         settle: Callable[[], None],
     ) -> dict[str, Any]:
@@ -124,7 +123,7 @@ class Recovery:
         replaced, and ``settle``, called after that, has the driver place its stages on the workers with which it goes on.
         """
         self.commands.check_open()
-        do = partial(self._recover, loading, send_again, limit, wanted, settle)
+        do = partial(self._recover, loading, send_again, wanted, settle)
         in_turn = partial(self.commands.session.in_turn, do)
         try:
             return in_turn()
@@ -137,14 +136,13 @@ class Recovery:
         self,
         loading: Loading,
         send_again: Callable[[Collection[int]], None],
-        limit: float | None,
         wanted: Wanted,
         settle: Callable[[], None],
     ) -> dict[str, Any]:
         commands = self.commands
         self._check_points()
-        replace_lost_workers(self.cluster, limit, wanted)
-        commands.session.wait_given_up(limit)
+        replace_lost_workers(self.cluster, wanted)
+        commands.session.wait_given_up()
         point = self._newest_left()
         settle()
         with commands.recovery():

@@ -36,22 +36,19 @@ class NotReplaced(ClusterError):
 Wanted = Callable[[frozenset[int]], Collection[int]]
 
 
-def replace_lost_workers(
-    cluster: Cluster, limit: float | None = None, wanted: Wanted = lambda lost: lost
-) -> tuple[int, ...]:
+def replace_lost_workers(cluster: Cluster, wanted: Wanted = lambda lost: lost) -> tuple[int, ...]:
     """Replace the workers that are lost, if there are any. Gives their numbers.
 
     ``wanted`` is called with the numbers of the lost workers, and says which are to be replaced: it may leave some out, which
-    are gone then, and name some that were gone before. If it raises, nothing has changed. The other workers have ``limit``
-    seconds to end what they do; with None, as long as they answer pings. If this fails, or Ctrl-C ends it, the cluster cannot
-    be used until another call succeeds.
+    are gone then, and name some that were gone before. If it raises, nothing has changed. The other workers have the cluster's
+    ``timeout`` to end what they do. If this fails, or Ctrl-C ends it, the cluster cannot be used until another call succeeds.
     """
     if cluster.closed:
         raise ClusterError("this cluster is closed; open another")
-    return cluster.session.in_turn(partial(_replace, cluster, limit, wanted))
+    return cluster.session.in_turn(partial(_replace, cluster, wanted))
 
 
-def _replace(cluster: Cluster, limit: float | None, wanted: Wanted) -> tuple[int, ...]:
+def _replace(cluster: Cluster, wanted: Wanted) -> tuple[int, ...]:
     session, log = cluster.session, cluster.session.log
     if not session.broken:
         with suppress(Exception):  # a step may have failed; if a worker is lost, this finds it
@@ -80,7 +77,7 @@ def _replace(cluster: Cluster, limit: float | None, wanted: Wanted) -> tuple[int
             names = ", ".join(repr(cluster.workers[worker]) for worker in again or gone)
             raise NotReplaced(f"no process could be started in the place of worker {names}: {error}") from error
         try:
-            session.mend(replaced, limit, gone)
+            session.mend(replaced, gone)
         except WorkerLostError:
             raise
         except BaseException:

@@ -116,6 +116,21 @@ def a_worker_is_replaced_or_the_reason_is_given(cluster):
     assert engine.deaths() == {} and ask(session, 1, "pid") == session.workers[1].pid
 
 
+def a_worker_that_computes_is_replaced(cluster):
+    """As one that has not given up in time what it did, but answers pings."""
+    engine, session = cluster.engine, cluster.session
+    if engine.fixed is not None:
+        return
+    before = session.workers
+    session.send(1, ("hold",))
+    assert session.answer(session.urgent(1, ("await_begun",)))
+    assert session.mark_lost(1, "it goes on").index == 1
+    with within(session.timeout):
+        session.renew(engine.replace([1]))
+    assert session.workers[0] == before[0] and session.workers[1].pid != before[1].pid
+    assert engine.deaths() == {} and [ask(session, worker, "echo", 7) for worker in range(2)] == [7, 7]
+
+
 def a_worker_is_ended_and_started_again_or_the_reason_is_given(cluster):
     engine, session = cluster.engine, cluster.session
     if engine.fixed is not None:
@@ -153,6 +168,7 @@ CONTRACT = [
     what_workers_log_comes_to_the_script_with_their_names,
     nobody_has_died,
     a_worker_is_replaced_or_the_reason_is_given,
+    a_worker_that_computes_is_replaced,
     a_worker_is_ended_and_started_again_or_the_reason_is_given,
     messages_are_answered_in_their_order,
     all_end_and_once_is_enough,

@@ -18,7 +18,6 @@ from pippy.drivers.session.command_log import (
     AskDump,
     AwaitGivenUp,
     CommandLog,
-    EndProcesses,
     Lose,
     PendingCommand,
     Send,
@@ -96,7 +95,6 @@ class Cluster:
         self.refuses = self.is_stuck = False
         self.accepted: list[PendingCommand] = []
         self.undone: list[PendingCommand] = []
-        self.ended = False
 
     def post(
         self, driver: int, bodies: dict[int, Any], sender: Any = None, limit: float | None = None
@@ -130,10 +128,8 @@ class Cluster:
                 self.lose(worker)
             case AskDump(command):
                 self.do(self.log.dumped(command, "a dump"))
-            case AwaitGivenUp(command):
-                self.await_given_up(command)
-            case EndProcesses():
-                self.ended = True
+            case AwaitGivenUp():
+                self.await_given_up()
             case _:
                 raise AssertionError(action)
 
@@ -150,11 +146,11 @@ class Cluster:
         self.workers[worker].alive = False
         self.do(self.log.lose(worker, WorkerLostError(f"worker{worker}", worker, "here", 1, "it died")))
 
-    def await_given_up(self, late: PendingCommand | None = None) -> None:
+    def await_given_up(self) -> None:
         """Wait for what was given up. If the workers are stuck, it is not."""
         if not self.is_stuck:
             self.work()
-        self.do(self.log.stuck(set(self.log.unanswered.values()), 5.0, late))
+        self.do(self.log.stuck(dict.fromkeys(self.log.unanswered.values(), "F1.1"), 5.0))
 
     def awaited(self) -> list[tuple[PendingCommand | None, int, Any]]:
         """The calls that a wait is for: those of the oldest command, and of what was given up."""
@@ -459,7 +455,7 @@ class AnyOrder:
         # What is under way is of one sender, so that none fails with what another has sent.
         assert len({each.sender for each in log.outstanding}) <= 1
         # Only what is lost or stuck breaks a cluster; then nothing is waited for.
-        assert bool(log.broken) == bool(log.lost or self.cluster.ended)
+        assert bool(log.broken) == bool(log.lost)
         assert not log.broken or not (log.outstanding or log.unanswered)
         # Half changed are the drivers, and only those, that were at an update when a worker was lost.
         lost = [each for each in undone if isinstance(each.error, ClusterError)]
@@ -467,8 +463,6 @@ class AnyOrder:
 
     def end(self) -> None:
         """Without another fault all comes to its end: each sender gets its turn, and its steps count everywhere."""
-        if self.cluster.ended:
-            return
         for sender in [*self.log.turns]:
             assert self.log.has_turn(sender)
             self.log.end_turn(sender)

@@ -504,7 +504,7 @@ LOOKUPS = {
 }
 
 
-class LooksUp(ComparesPart):
+class FindsMask(ComparesPart):
     def __init__(self, look_up):
         super().__init__(True)
         self.look_up = look_up
@@ -518,7 +518,7 @@ class LooksUp(ComparesPart):
 
 @pytest.mark.parametrize("look_up", LOOKUPS.values(), ids=LOOKUPS)
 def test_what_a_lookup_gives_is_taken_for_not_none_and_checked(look_up):
-    model, x = LooksUp(look_up), torch.randn(2, 4)
+    model, x = FindsMask(look_up), torch.randn(2, 4)
     pipe = pipeline(model)
     assert torch.equal(pipe(Batch(x=x, mask=x)), model(Batch(x=x, mask=x)))
     for without in (Batch(x=x), Batch(x=x, mask=None)):
@@ -527,7 +527,7 @@ def test_what_a_lookup_gives_is_taken_for_not_none_and_checked(look_up):
 
 
 def test_with_an_example_without_it_the_answer_is_that_of_the_example():
-    model, x = LooksUp(LOOKUPS["get"]), torch.randn(2, 4)
+    model, x = FindsMask(LOOKUPS["get"]), torch.randn(2, 4)
     pipe = pipeline(model, example_args=({"x": x},))
     assert torch.equal(pipe({"x": x}), model({"x": x}))
     with pytest.raises(InputError, match="was not there"):

@@ -354,4 +354,5 @@ def test_time_is_not_measured_where_nothing_is_computed():
 
 def test_memory_is_counted_as_for_a_model_with_numbers(threads):
     counts = [driver_of(model, 2, threads).memory(4, IDS, TARGET) for model in (on_meta(), Model().double())]
-    assert str(counts[0]) == str(counts[1])
+    check = "\nthe check of the first step:"  # has a plain model only where a process holds it
+    assert str(counts[0]) == str(counts[1]).partition(check)[0] and check not in str(counts[0])
