@@ -1,0 +1,109 @@
+"""Is a `checkpoint.json` refused in which one bit is not as it was written?
+
+Question: a run has two checkpoints. One bit of the newer one's manifest is flipped, and the run is loaded. Is that a
+          CheckpointError, or is something else loaded, the older checkpoint above all?
+Command:  python -m exps.manifests                                                  (--count 300 --seed 1 takes some bits)
+Method:   the model has tied parameters and an optimizer with a state, on three workers. All that `pippy.load_checkpoint` gives
+          is compared with what the undamaged checkpoint has. Then the same bit is flipped in the manifest of version 1, without
+          a hash, as earlier versions wrote it: there the schema alone can find it.
+Finding:  FINDING
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy import PipelineDriver1F1B, load_checkpoint, pipeline
+from pippy.drivers.engines.threads import thread_cluster
+from pippy.errors import CheckpointError
+from tests.drivers.models import TiedLanguage
+
+MANIFEST = "checkpoint.json"
+REFUSED, SAME, OLDER, OTHER = "refused", "the same was loaded", "an older one was loaded", "something else was loaded"
+
+
+def saved_run(folder: str) -> str:
+    """Save a run of two checkpoints in this folder. Returns the path of the newer one."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    with thread_cluster(4) as workers:
+        driver = PipelineDriver1F1B(pipeline(TiedLanguage(), loss), workers)
+        optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in (10, 20):
+            driver.run(2, torch.randint(13, (4, 3)), torch.randint(13, (4, 3)))
+            optimizer.step()
+            driver.zero_grad()
+            path = driver.save(folder, optimizer=optimizer, step=step)
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two loaded values are equal, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def outcome(load: Callable[[], Any], expected: Any) -> str:
+    """What becomes of loading: refused, what was loaded, or the error that is none of pippy's."""
+    try:
+        found = load()
+    except CheckpointError:
+        return REFUSED
+    except Exception as error:
+        return f"{type(error).__name__}"
+    return SAME if same(found, expected) else OLDER if found.get("step") == 10 else OTHER
+
+
+def flipped(path: str, bits: Iterable[int]) -> Counter[str]:
+    """Flip these bits of a checkpoint's manifest, one by one, and load its run each time."""
+    file, run = os.path.join(path, MANIFEST), os.path.dirname(path)
+    expected = load_checkpoint(path)
+    with open(file, "rb") as manifest:
+        text = manifest.read()
+    outcomes: Counter[str] = Counter()
+    for bit in bits:
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with open(file, "wb") as manifest:
+            manifest.write(damaged)
+        outcomes[outcome(lambda: load_checkpoint(run), expected)] += 1
+    with open(file, "wb") as manifest:
+        manifest.write(text)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, help="how many bits, drawn at random; without it, all")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    torch.manual_seed(given.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = saved_run(folder)
+        bits: Iterable[int] = range(8 * os.path.getsize(os.path.join(path, MANIFEST)))
+        if given.count is not None:
+            bits = random.Random(given.seed).sample(list(bits), given.count)
+        outcomes = flipped(path, bits)
+    print(
+        f"{sum(outcomes.values()):,} flipped bits: " + ", ".join(f"{n:,} {what}" for what, n in outcomes.most_common())
+    )
+    sys.exit(bool(outcomes.keys() - {REFUSED, SAME}))
+
+
+if __name__ == "__main__":
+    main()
