@@ -10,41 +10,47 @@ Finding:  FINDING
 """
 
 import argparse
+import json
 import os
 import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from pippy import PipelineDriver1F1B, load_checkpoint, pipeline
+from pippy import load_checkpoint
 from pippy.drivers.engines.threads import thread_cluster
 from pippy.errors import CheckpointError
-from tests.drivers.models import TiedLanguage
+from tests.drivers.model.state.saved_runs import many
 
 MANIFEST = "checkpoint.json"
 REFUSED, SAME, OLDER, OTHER = "refused", "the same was loaded", "an older one was loaded", "something else was loaded"
+EXPECTED = {REFUSED, SAME}  # of a manifest with a hash
 
 
 def saved_run(folder: str) -> str:
     """Save a run of two checkpoints in this folder. Returns the path of the newer one."""
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
     with thread_cluster(4) as workers:
-        driver = PipelineDriver1F1B(pipeline(TiedLanguage(), loss), workers)
-        optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+        _, driver, optimizer = many(workers)
         for step in (10, 20):
-            driver.run(2, torch.randint(13, (4, 3)), torch.randint(13, (4, 3)))
+            driver.run(2, torch.randn(6, 4), torch.randn(6, 4))
             optimizer.step()
             driver.zero_grad()
             path = driver.save(folder, optimizer=optimizer, step=step)
     return path
+
+
+def as_version_1(path: str | os.PathLike[str]) -> None:
+    """Make the manifest of a checkpoint what earlier versions wrote, which has no hash."""
+    file = os.path.join(path, MANIFEST)
+    with open(file) as manifest:
+        content = {**json.load(manifest), "version": 1}
+    del content["hash"]
+    with open(file, "w") as manifest:
+        json.dump(content, manifest, indent=1)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -69,7 +75,7 @@ def outcome(load: Callable[[], Any], expected: Any) -> str:
     return SAME if same(found, expected) else OLDER if found.get("step") == 10 else OTHER
 
 
-def flipped(path: str, bits: Iterable[int]) -> Counter[str]:
+def flipped(path: str | os.PathLike[str], bits: Iterable[int]) -> Counter[str]:
     """Flip these bits of a checkpoint's manifest, one by one, and load its run each time."""
     file, run = os.path.join(path, MANIFEST), os.path.dirname(path)
     expected = load_checkpoint(path)
@@ -95,14 +101,18 @@ def main() -> None:
     torch.manual_seed(given.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = saved_run(folder)
-        bits: Iterable[int] = range(8 * os.path.getsize(os.path.join(path, MANIFEST)))
-        if given.count is not None:
-            bits = random.Random(given.seed).sample(list(bits), given.count)
-        outcomes = flipped(path, bits)
-    print(
-        f"{sum(outcomes.values()):,} flipped bits: " + ", ".join(f"{n:,} {what}" for what, n in outcomes.most_common())
-    )
-    sys.exit(bool(outcomes.keys() - {REFUSED, SAME}))
+        wrong = 0
+        for version in (2, 1):
+            if version == 1:
+                as_version_1(path)
+            bits: Sequence[int] = range(8 * os.path.getsize(os.path.join(path, MANIFEST)))
+            if given.count is not None:
+                bits = random.Random(given.seed).sample(bits, given.count)
+            outcomes = flipped(path, bits)
+            found = ", ".join(f"{count:,} {what}" for what, count in outcomes.most_common())
+            print(f"version {version}: {len(bits):,} flipped bits: {found}", flush=True)
+            wrong += len(outcomes.keys() - (EXPECTED if version == 2 else {*EXPECTED, OLDER, OTHER}))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
