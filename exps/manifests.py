@@ -6,7 +6,9 @@ Command:  python -m exps.manifests                                              
 Method:   the model has tied parameters and an optimizer with a state, on three workers. All that `pippy.load_checkpoint` gives
           is compared with what the undamaged checkpoint has. Then the same bit is flipped in the manifest of version 1, without
           a hash, as earlier versions wrote it: there the schema alone can find it.
-Finding:  FINDING
+Finding:  each of 25,368 flipped bits is refused. Without the hash, of 24,752 bits 24,254 are refused, 421 change nothing, 76
+          change the name of a tied parameter, and one makes the newer checkpoint the older one. Before there was a schema, of
+          40,584 bits of another manifest 111 loaded the older checkpoint, 63 something else, and 49 ended in a KeyError.
 """
 
 import argparse

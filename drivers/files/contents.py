@@ -6,7 +6,7 @@ A checkpoint of pippy's is a folder with
     model.safetensors.index.json            which file has which: what Hugging Face's tools read
     optimizer-00001-of-00002.safetensors …  states of the optimizer that was saved as ``optimizer``: "parameter/key"
     values.pt                               plain values, states of schedulers, options of optimizers, random numbers
-    checkpoint.json                         the names, lengths and hashes of these files, and tied names
+    checkpoint.json                         the manifest: the names, lengths and hashes of these files, and tied names
 
 Folders of safetensors files, with or without an index, can be read too, and so can one such file.
 """
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, read_manifest, refused
+from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, damaged, read_manifest
 from pippy.drivers.files.plain_values import plain_json, unpacked
 from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.drivers.files.safetensors_files import StoredTensor, read_header
-from pippy.drivers.files.synced_files import check_hash, read_file, size_of
+from pippy.drivers.files.synced_files import check_hash, read_file, regular_size
 from pippy.ir.base.readable import shortened
 
 RANDOM_STATE = "random_state"
@@ -71,18 +71,18 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
             return contents_of(saved[-1])
         return Contents(path, _of_files(path, _files_of_model(path)))
     except OSError as error:
-        raise CheckpointError(f"nothing was loaded: {type(error).__name__}: {error}; make it readable") from error
+        raise CheckpointError(f"nothing was loaded: {error}; load another checkpoint by its own path") from error
 
 
 def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
     files = manifest["files"]
     for name, noted in files.items():
         try:
-            size = size_of(os.path.join(path, name))
+            size = regular_size(os.path.join(path, name))
         except (OSError, ValueError) as error:  # a ValueError: there can be no file of this name
-            raise refused(path, f"it lists {name!r}, which this checkpoint lacks ({error})") from error
+            raise damaged(path, f"it lists {name!r}, which this checkpoint lacks ({error})") from error
         if size != noted["bytes"]:
-            raise refused(path, f"it has {size} bytes, and {noted['bytes']} were written", name)
+            raise damaged(path, f"it has {size} bytes, and {noted['bytes']} were written", name)
     values = read_file(os.path.join(path, VALUES))
     check_hash(os.path.join(path, VALUES), values, files[VALUES]["hashes"].get(WHOLE_HASH, "no hash"))
     optimizers: dict[str, dict[str, dict[str, StoredTensor]]] = {}
@@ -93,10 +93,10 @@ def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
             states.setdefault(parameter, {})[item] = stored
     plain = unpacked(values, os.path.join(path, VALUES))
     if optimizers.keys() != (held := plain.get("optimizers", {})).keys():
-        raise refused(path, f"it has states of optimizers {list(optimizers)}, and {VALUES} options of {list(held)}")
+        raise damaged(path, f"it has states of optimizers {list(optimizers)}, and {VALUES} options of {list(held)}")
     model = _of_files(path, manifest["model"], files)
     if wrong := [name for name, stored in manifest["tied"].items() if name in model or stored not in model]:
-        raise refused(path, f"tied has {wrong[0]!r}, which is not a further name of a tensor of the model")
+        raise damaged(path, f"tied has {wrong[0]!r}, which is not a further name of a tensor of the model")
     return Contents(path, model, manifest["tied"], optimizers, plain)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.plain_values import plain_json
-from pippy.drivers.files.synced_files import read_file, size_of
+from pippy.drivers.files.synced_files import read_file, regular_size
 from pippy.ir.base.checked import is_whole
 from pippy.ir.base.readable import shortened
 
@@ -53,11 +53,11 @@ def sealed(text: bytes) -> bytes:
     return b'%s,\n "hash": "%s"\n}' % (text[:-2], hashlib.sha256(text).hexdigest().encode())
 
 
-def refused(folder: str, why: str, file: str = MANIFEST) -> CheckpointError:
+def damaged(folder: str, why: str, file: str = MANIFEST) -> CheckpointError:
     """The error of a checkpoint that has a file which is not as pippy writes it."""
     return CheckpointError(
-        f"{os.path.join(folder, file)} is damaged, or was not written by pippy: {why}. It may be of the newest checkpoint of "
-        f"its run; load another checkpoint by its own path, or move {os.path.basename(folder)} out of the run"
+        f"{os.path.join(folder, file)} is damaged, or was not written by pippy: {why}. It may belong to the newest "
+        f"checkpoint of its run; load another checkpoint by its own path, or move {os.path.basename(folder)} out of the run"
     )
 
 
@@ -65,15 +65,15 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     """The content of a folder's `checkpoint.json`; None if the folder is no checkpoint of pippy's."""
     path = os.path.join(folder, MANIFEST)
     try:
-        if size_of(path) > _MOST:
+        if regular_size(path) > _MOST:
             raise ValueError(f"it has more than {_MOST} bytes")
         return _checked(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         if all(os.path.lexists(os.path.join(folder, name)) for name in (INDEX, VALUES)):
-            raise refused(folder, f"it is not there, and {INDEX} and {VALUES} are") from None
+            raise damaged(folder, f"it is not there, and {INDEX} and {VALUES} are") from None
         return None
     except (ValueError, OSError) as error:
-        raise refused(folder, str(error)) from error
+        raise damaged(folder, str(error)) from error
 
 
 def _checked(text: bytes) -> dict[str, Any]:
@@ -83,9 +83,7 @@ def _checked(text: bytes) -> dict[str, Any]:
         raise ValueError(f'it does not say "format": "{FORMAT}"')
     version = content.get("version")
     if version not in (1, VERSION):
-        raise ValueError(
-            f"its version is {_brief(version)}, not 1 or {VERSION}; for one of a newer pippy, update pippy"
-        )
+        raise ValueError(f"version is {_brief(version)}, not 1 or {VERSION}; if a newer pippy wrote it, update pippy")
     if version == VERSION and sealed(text.rpartition(b',\n "hash"')[0] + b"\n}") != text:
         raise ValueError("the hash of its bytes is not the hash of what was written")
     _check_kind(content, _SCHEMA if version == 1 else {**_SCHEMA, "hash": str}, "manifest")

@@ -67,7 +67,7 @@ class NewCheckpoint:
         try:
             self._remove_left_over()
             there, damaged = _numbered_checkpoints(folder)
-            for error in damaged:  # what is found out while the run goes on need not stop it when it begins again
+            for error in damaged:  # or the script would learn of them when it is started again, and cannot load the run
                 source.warn(str(error))
             self.number = 1 + max((number for number, _ in there), default=0)
             self.name = self._free_name("save" if step is None else "step", self.number if step is None else step)
@@ -95,7 +95,7 @@ class NewCheckpoint:
         """Write the manifest, ``content``, and rename the folder. All other files must be on the disk."""
         manifest = {"format": FORMAT, "version": VERSION, "number": self.number, **content}
         write_file(self.path, MANIFEST, [(WHOLE_HASH, sealed(json.dumps(manifest, indent=1).encode()))])
-        read_manifest(self.path)  # or what is put in place might be what nobody can load
+        read_manifest(self.path)  # it raises: a checkpoint that cannot be loaded must not be put in place
         sync_folder(self.path)
         place = os.path.join(self.folder, self.name)
         os.rename(self.path, place)

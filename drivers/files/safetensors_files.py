@@ -19,7 +19,7 @@ import torch
 
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.plain_values import plain_json
-from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, size_of, write_file
+from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, regular_size, write_file
 from pippy.ir.base.trees import describe
 
 HEADER_HASH = "header"  # what the header's hash is called; a tensor's has an "=" and the tensor's name
@@ -145,7 +145,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:
     """Read where the tensors of a file are. ``written`` has the hashes of its pieces, if the checkpoint has them."""
-    hashes, size = written or {}, size_of(path)
+    hashes, size = written or {}, regular_size(path)
     start = bytearray(8)
     if size >= len(start):
         read_into(path, 0, memoryview(start))

@@ -88,10 +88,10 @@ def sync_folder(folder: str) -> None:
             os.close(file)
 
 
-def size_of(path: str) -> int:
+def regular_size(path: str) -> int:
     """The bytes of a regular file. Raises for all else, such as a pipe, which might never give a byte, or a device.
 
-    >>> size_of("/dev/zero")
+    >>> regular_size("/dev/zero")
     Traceback (most recent call last):
     pippy.drivers.base.errors.CheckpointError: /dev/zero is a device, and not a file ...
     """
@@ -110,7 +110,7 @@ def read_into(path: str, offset: int, data: memoryview) -> None:
     >>> bytes(data)
     b'\"\"\"'
     """
-    size_of(path)
+    regular_size(path)
     with open_unbuffered(path, "r") as file:
         while data:
             count = os.preadv(file.fileno(), [data[:CHUNK]], offset)
@@ -121,7 +121,7 @@ def read_into(path: str, offset: int, data: memoryview) -> None:
 
 def read_file(path: str) -> bytes:
     """All of a small file."""
-    data = bytearray(size_of(path))
+    data = bytearray(regular_size(path))
     read_into(path, 0, memoryview(data))
     return bytes(data)
 

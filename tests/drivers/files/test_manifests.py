@@ -194,7 +194,7 @@ def test_a_manifest_that_says_something_else_is_refused(newest, what, version):
 def test_a_version_that_is_not_known_is_refused(newest, what):
     rewrite(newest, lambda content: content.update(version=VERSIONS[what]), version=None)
     # Two are equal to 1 in Python.
-    assert_refused(newest, "its version is " if VERSIONS[what] != 1 else "must not have, 'hash'")
+    assert_refused(newest, "version is " if VERSIONS[what] != 1 else "must not have, 'hash'")
 
 
 @pytest.mark.parametrize("what", TEXTS)
