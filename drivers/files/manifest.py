@@ -96,7 +96,7 @@ def _checked(text: bytes) -> dict[str, Any]:
 
 def _check_kind(value: Any, kind: Any, at: str) -> None:
     """Raise a ValueError if a value is not of its kind in the schema."""
-    wanted = kind if isinstance(kind, type) else type(kind)
+    wanted: Any = kind if isinstance(kind, type) else type(kind)
     if not isinstance(value, wanted) or (kind is int and not (is_whole(value, 0) and value < 1 << 63)):
         raise ValueError(f"{at} is {_brief(value)}, and must be {_WORDS[wanted]}")
     if isinstance(kind, list):

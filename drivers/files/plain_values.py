@@ -56,7 +56,7 @@ def _loaded(data: bytes) -> dict[str, Any]:
     return found
 
 
-def plain_json(text: bytes) -> Any:
+def plain_json(text: bytes | bytearray) -> Any:
     """What some JSON says. Raises a ValueError for all else: a key that stands twice, objects that are nested too deep.
 
     >>> plain_json(b'{"a": 1, "a": 2}')
