@@ -47,7 +47,7 @@ def sealed(text: bytes) -> bytes:
     >>> print(sealed(b'{\\n "a": 1\\n}').decode())
     {
      "a": 1,
-     "hash": "d1ac..."
+     "hash": "4c7b..."
     }
     """
     return b'%s,\n "hash": "%s"\n}' % (text[:-2], hashlib.sha256(text).hexdigest().encode())

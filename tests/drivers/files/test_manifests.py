@@ -12,6 +12,7 @@ import torch
 
 from exps.manifests import OLDER, OTHER, REFUSED, SAME, as_version_1, flipped, same, saved_run
 from pippy import PippyWarning, load_checkpoint
+from pippy.drivers.files import synced_files
 from pippy.drivers.files.manifest import read_manifest
 from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.errors import CheckpointError
@@ -289,3 +290,10 @@ def test_folders_that_are_no_checkpoints_may_be_in_a_run(newest):
     shutil.copy(newest / FILE, newest.parent / "logs" / "model.safetensors")
     assert read_manifest(str(newest.parent / "logs")) is None
     assert load_checkpoint(newest.parent)["step"] == 20
+
+
+def test_a_pipe_that_comes_after_it_was_looked_at_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(synced_files, "regular_size", lambda path: 3)
+    with pytest.raises(OSError, match="Illegal seek"):
+        synced_files.read_file(str(tmp_path / "pipe"))
