@@ -93,7 +93,7 @@ def regular_size(path: str) -> int:
 
     >>> regular_size("/dev/zero")
     Traceback (most recent call last):
-    pippy.drivers.base.errors.CheckpointError: /dev/zero is a device, and not a file ...
+    pippy.drivers.base.errors.CheckpointError: /dev/zero is a device, and not a file; put ...
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
