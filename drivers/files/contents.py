@@ -6,12 +6,11 @@ A checkpoint of pippy's is a folder with
     model.safetensors.index.json            which file has which: what Hugging Face's tools read
     optimizer-00001-of-00002.safetensors …  states of the optimizer that was saved as ``optimizer``: "parameter/key"
     values.pt                               plain values, states of schedulers, options of optimizers, random numbers
-    checkpoint.json                         the names, lengths and hashes of these files, and tied names
+    checkpoint.json                         the manifest: the names, lengths and hashes of these files, and tied names
 
 Folders of safetensors files, with or without an index, can be read too, and so can one such file.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,17 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.plain_values import unpacked
-from pippy.drivers.files.run_folder import MANIFEST, checkpoints_in, read_manifest
+from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, damaged, read_manifest
+from pippy.drivers.files.plain_values import plain_json, unpacked
+from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.drivers.files.safetensors_files import StoredTensor, read_header
-from pippy.drivers.files.synced_files import check_hash, read_file
+from pippy.drivers.files.synced_files import check_hash, read_file, regular_size
 from pippy.ir.base.readable import shortened
 
-MODEL = "model"
 RANDOM_STATE = "random_state"
 TAKEN = MODEL, RANDOM_STATE, "strict"  # names that mean something else in `load`
-VALUES = "values.pt"
-INDEX = f"{MODEL}.safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -60,52 +57,34 @@ def shard(name: str, number: int, count: int) -> str:
 def contents_of(path: str | os.PathLike[str]) -> Contents:
     """The contents of a checkpoint, of the newest one of a run, of a folder of safetensors files, or of one such file."""
     path = os.path.abspath(os.fspath(path))
-    if os.path.isfile(path):
-        return Contents(path, read_header(path))
-    if not os.path.isdir(path):
+    if not os.path.exists(path):
         raise CheckpointError(
             f"{shortened(path, 1000)} is not there, or this host does not see it; give the folder that save() was given, one "
             "of the checkpoints in it, or a folder of safetensors files"
         )
-    manifest = read_manifest(path)
-    if manifest is not None:
-        return _own(path, manifest)
-    saved = checkpoints_in(path)
-    if saved:
-        return contents_of(saved[-1])
-    return Contents(path, _of_files(path, _files_of_model(path)))
-
-
-def _own(path: str, manifest: Mapping[str, Any]) -> Contents:
     try:
-        return _listed_in(manifest, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # it is no dict where one is written
-        why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"{os.path.join(path, MANIFEST)} is not as pippy writes it ({why}); load another checkpoint"
-        ) from error
+        if not os.path.isdir(path):
+            return Contents(path, read_header(path))
+        if manifest := read_manifest(path):
+            return _listed_in(manifest, path)
+        if saved := checkpoints_in(path):
+            return contents_of(saved[-1])
+        return Contents(path, _of_files(path, _files_of_model(path)))
+    except OSError as error:
+        raise CheckpointError(f"nothing was loaded: {error}; load another checkpoint by its own path") from error
 
 
 def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
     files = manifest["files"]
     for name, noted in files.items():
-        if os.path.basename(name) != name:
-            raise CheckpointError(
-                f"{path} lists {name!r}, which is not the name of a file in its folder, so pippy has not written "
-                "it; load another checkpoint"
-            )
         try:
-            size = os.stat(os.path.join(path, name)).st_size
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} lacks {name}, which its checkpoint.json lists; load another checkpoint"
-            ) from None
+            size = regular_size(os.path.join(path, name))
+        except (OSError, ValueError) as error:  # a ValueError: there can be no file of this name
+            raise damaged(path, f"it lists {name!r}, which this checkpoint lacks ({error})") from error
         if size != noted["bytes"]:
-            raise CheckpointError(
-                f"{os.path.join(path, name)} has {size} bytes, and {noted['bytes']} were written; load another checkpoint"
-            )
+            raise damaged(path, f"it has {size} bytes, and {noted['bytes']} were written", name)
     values = read_file(os.path.join(path, VALUES))
-    check_hash(os.path.join(path, VALUES), values, files[VALUES]["hashes"]["all"])
+    check_hash(os.path.join(path, VALUES), values, files[VALUES]["hashes"].get(WHOLE_HASH, "no hash"))
     optimizers: dict[str, dict[str, dict[str, StoredTensor]]] = {}
     for name, shards in manifest["optimizers"].items():
         states = optimizers[name] = {}
@@ -113,7 +92,12 @@ def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
             parameter, _, item = key.rpartition("/")
             states.setdefault(parameter, {})[item] = stored
     plain = unpacked(values, os.path.join(path, VALUES))
-    return Contents(path, _of_files(path, manifest["model"], files), manifest["tied"], optimizers, plain)
+    if optimizers.keys() != (held := plain.get("optimizers", {})).keys():
+        raise damaged(path, f"it has states of optimizers {list(optimizers)}, and {VALUES} options of {list(held)}")
+    model = _of_files(path, manifest["model"], files)
+    if wrong := [name for name, stored in manifest["tied"].items() if name in model or stored not in model]:
+        raise damaged(path, f"tied has {wrong[0]!r}, which is not a further name of a tensor of the model")
+    return Contents(path, model, manifest["tied"], optimizers, plain)
 
 
 def _of_files(path: str, names: Iterable[str], noted: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:
@@ -152,7 +136,7 @@ def _files_of_model(path: str) -> list[str]:
 
 def _listed(path: str, index: str, there: list[str]) -> list[str]:
     try:
-        names = sorted(set(json.loads(read_file(os.path.join(path, index)))["weight_map"].values()))
+        names = sorted(set(plain_json(read_file(os.path.join(path, index)))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.path.join(path, index)} cannot be read: {type(error).__name__}: {error}") from error
     lacking = [name for name in names if name not in there]

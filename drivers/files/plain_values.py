@@ -4,6 +4,7 @@ They are written with `torch.save` and read with ``weights_only=True``, which ma
 """
 
 import io
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +53,25 @@ def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
 
 def _loaded(data: bytes) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return found
+
+
+def plain_json(text: bytes | bytearray) -> Any:
+    """What some JSON says. Raises a ValueError for all else: a key that stands twice, objects that are nested too deep.
+
+    >>> plain_json(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ValueError: it is no JSON that can be read: a key stands twice in an object
+    """
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON that can be read: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice in an object")
     return found
 
 

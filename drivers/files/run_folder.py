@@ -16,65 +16,42 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
 from io import FileIO
 from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.synced_files import open_unbuffered, read_file, sync_folder, write_file
+from pippy.drivers.files.manifest import FORMAT, MANIFEST, VERSION, WHOLE_HASH, read_manifest, sealed
+from pippy.drivers.files.synced_files import open_unbuffered, sync_folder, write_file
+from pippy.ir.base import source
 
-MANIFEST = "checkpoint.json"
-FORMAT = "pippy checkpoint"
-VERSION = 1
 _SAVING, _REMOVED, _LOCK = ".saving-", ".removed-", ".lock"
 
 
-def read_manifest(path: str) -> dict[str, Any] | None:
-    """The content of `checkpoint.json` in this folder; None if the folder is no checkpoint of pippy's."""
-    try:
-        text = read_file(os.path.join(path, MANIFEST))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        manifest = json.loads(text)
-        known = manifest["format"] == FORMAT and isinstance(manifest["number"], int)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{os.path.join(path, MANIFEST)} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged; load "
-            "another one by its own path"
-        ) from error
-    if not known:
-        return None
-    if manifest["version"] > VERSION:
-        raise CheckpointError(
-            f"{path} was written by a newer pippy: it has version {manifest['version']} of the format, and this pippy "
-            f"reads versions up to {VERSION}; update pippy"
-        )
-    return manifest
-
-
 def checkpoints_in(folder: str) -> list[str]:
-    """The paths of a run's checkpoints, the oldest first.
+    """The paths of a run's checkpoints, the oldest first. Raises if one is damaged: it may be the newest.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with NewCheckpoint(folder, step=10) as new:
-    ...         path = new.put_in_place({})
-    ...     path.removeprefix(folder), checkpoints_in(folder) == [path]
-    ('/step-10', True)
+    ...     checkpoints_in(folder)
+    []
     """
-    return [path for _, path in sorted(_numbered_checkpoints(folder))]
+    checkpoints, damaged = _numbered_checkpoints(folder)
+    for error in damaged:
+        raise error
+    return [path for _, path in checkpoints]
 
 
-def _numbered_checkpoints(folder: str, also_damaged: bool = True) -> list[tuple[int, str]]:
-    checkpoints = []
+def _numbered_checkpoints(folder: str) -> tuple[list[tuple[int, str]], list[CheckpointError]]:
+    """The checkpoints with their numbers, in this order, and the errors of those that are damaged."""
+    checkpoints, damaged = [], []
     for entry in os.scandir(folder):
         if entry.is_dir() and not entry.name.startswith("."):
-            with nullcontext() if also_damaged else suppress(CheckpointError):
-                manifest = read_manifest(entry.path)
-                if manifest is not None:
+            try:
+                if manifest := read_manifest(entry.path):
                     checkpoints.append((manifest["number"], entry.path))
-    return checkpoints
+            except CheckpointError as error:
+                damaged.append(error)
+    return sorted(checkpoints), damaged
 
 
 class NewCheckpoint:
@@ -89,7 +66,9 @@ class NewCheckpoint:
         self._lock: FileIO | None = _locked(folder)
         try:
             self._remove_left_over()
-            there = _numbered_checkpoints(folder, also_damaged=False)
+            there, damaged = _numbered_checkpoints(folder)
+            for error in damaged:  # or the script would learn of them when it is started again, and cannot load the run
+                source.warn(str(error))
             self.number = 1 + max((number for number, _ in there), default=0)
             self.name = self._free_name("save" if step is None else "step", self.number if step is None else step)
             self.path = os.path.join(folder, f"{_SAVING}{self.name}-{secrets.token_hex(4)}")
@@ -115,7 +94,8 @@ class NewCheckpoint:
     def put_in_place(self, content: Mapping[str, Any]) -> str:
         """Write the manifest, ``content``, and rename the folder. All other files must be on the disk."""
         manifest = {"format": FORMAT, "version": VERSION, "number": self.number, **content}
-        write_file(self.path, MANIFEST, [("all", json.dumps(manifest, indent=1).encode())])
+        write_file(self.path, MANIFEST, [(WHOLE_HASH, sealed(json.dumps(manifest, indent=1).encode()))])
+        read_manifest(self.path)  # it raises: a checkpoint that cannot be loaded must not be put in place
         sync_folder(self.path)
         place = os.path.join(self.folder, self.name)
         os.rename(self.path, place)
@@ -124,7 +104,7 @@ class NewCheckpoint:
 
     def remove_older(self, keep: int) -> None:
         """Remove the oldest checkpoints of the run, so that ``keep`` are left."""
-        for _, path in sorted(_numbered_checkpoints(self.folder, also_damaged=False))[:-keep]:
+        for _, path in _numbered_checkpoints(self.folder)[0][:-keep]:
             # First the name, so that nobody takes what is left of it for a checkpoint.
             gone = os.path.join(self.folder, f"{_REMOVED}{secrets.token_hex(4)}")
             os.rename(path, gone)

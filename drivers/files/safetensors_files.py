@@ -10,7 +10,6 @@ they write them, so that no file is read again. To read a tensor, only its place
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from typing import Any, cast
 import torch
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, write_file
+from pippy.drivers.files.plain_values import plain_json
+from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, regular_size, write_file
 from pippy.ir.base.trees import describe
 
 HEADER_HASH = "header"  # what the header's hash is called; a tensor's has an "=" and the tensor's name
@@ -145,7 +145,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:
     """Read where the tensors of a file are. ``written`` has the hashes of its pieces, if the checkpoint has them."""
-    hashes, size = written or {}, os.stat(path).st_size
+    hashes, size = written or {}, regular_size(path)
     start = bytearray(8)
     if size >= len(start):
         read_into(path, 0, memoryview(start))
@@ -157,14 +157,16 @@ def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str
     read_into(path, len(start), memoryview(text))
     check_hash(f"the header of {path}", start + text, hashes.get(HEADER_HASH))
     try:
-        header = json.loads(text.decode())
+        header = plain_json(text)
         header.pop(_METADATA, None)
         tensors = {name: _stored(path, begin, entry, hashes.get(f"={name}")) for name, entry in header.items()}
         ends = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _no_file(path, f"its header is not what it must be ({type(error).__name__}: {error})") from error
     if begin + ends != size:
         raise _no_file(path, f"it has {size} bytes, and its header says {begin + ends}")
+    if written is not None and written.keys() != {HEADER_HASH, *(f"={name}" for name in tensors)}:
+        raise _no_file(path, f"its checkpoint has {len(written)} hashes for the header and {len(tensors)} tensors")
     return tensors
 
 

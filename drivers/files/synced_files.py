@@ -7,9 +7,9 @@ failure, even if it was closed long before.
 import hashlib
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from typing import Any
 
@@ -17,6 +17,7 @@ from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.base.interrupts import uninterrupted
 
 CHUNK = 1 << 24  # bytes that are written or read at a time
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ def not_there(path: str) -> CheckpointError:
 def open_unbuffered(path: str, mode: str) -> FileIO:
     """Open a file without a buffer; modes are those of `open`. It is closed when nothing refers to it, also after Ctrl-C.
 
-    >>> with open_unbuffered("/dev/zero", "r") as file:
-    ...     file.read(2)
-    b'\\x00\\x00'
+    >>> with open_unbuffered("/dev/null", "w") as file:
+    ...     file.write(b"abc")
+    3
     """
-    return FileIO(path, mode, opener=partial(os.open, mode=0o666))  # in C alone, where nothing is interrupted
+    with uninterrupted():  # not to wait for the other end, where the path is that of a pipe
+        return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
 def write_file(
@@ -86,12 +88,29 @@ def sync_folder(folder: str) -> None:
             os.close(file)
 
 
+def regular_size(path: str) -> int:
+    """The bytes of a regular file. Raises for all else, such as a pipe, which might never give a byte, or a device.
+
+    >>> regular_size("/dev/zero")
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.CheckpointError: /dev/zero is a device, and not a file; put ...
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise CheckpointError(f"{path} is {kind}, and not a file; put the file back, or load another checkpoint")
+    return found.st_size
+
+
 def read_into(path: str, offset: int, data: memoryview) -> None:
     """Fill ``data`` with the bytes of a file from ``offset`` on.
 
     >>> data = bytearray(3)
-    >>> read_into("/dev/zero", 0, memoryview(data))
+    >>> read_into(__file__, 0, memoryview(data))
+    >>> bytes(data)
+    b'\"\"\"'
     """
+    regular_size(path)
     with open_unbuffered(path, "r") as file:
         while data:
             count = os.preadv(file.fileno(), [data[:CHUNK]], offset)
@@ -102,7 +121,7 @@ def read_into(path: str, offset: int, data: memoryview) -> None:
 
 def read_file(path: str) -> bytes:
     """All of a small file."""
-    data = bytearray(os.stat(path).st_size)
+    data = bytearray(regular_size(path))
     read_into(path, 0, memoryview(data))
     return bytes(data)
 

@@ -17,6 +17,7 @@ from pippy import Pipe, PipelineDriver1F1B
 from pippy.drivers.base.interrupts import first_waits, uninterrupted
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.local.local_cluster import _chosen_transport
+from pippy.drivers.files.manifest import INDEX, VALUES
 from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.synced_files import read_file, write_file
 from pippy.drivers.session.calls import Address, PendingCall
@@ -275,7 +276,8 @@ def test_ctrl_c_leaves_no_lock_and_no_file_open_while_a_checkpoint_is_written(tm
         with NewCheckpoint(str(tmp_path), step=1) as new:
             written = write_file(new.path, "values", [("all", b"abc")])
             assert read_file(os.path.join(new.path, written.name)) == b"abc"
-            new.put_in_place({})
+            files = {name: {"bytes": 0, "hashes": {}} for name in (INDEX, VALUES)}
+            new.put_in_place({"model": [], "tied": {}, "optimizers": {}, "files": files})
 
     assert leaks(save, "run_folder.py", "synced_files.py") == []
     save()

@@ -94,6 +94,18 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_saved(cluster):
         run(cluster, None, callbacks=lambda report: signal.raise_signal(signal.SIGINT))
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_text(file.read_text().replace("pippy", "pipqy")), os.remove]
+)
+def test_no_older_checkpoint_is_taken_for_one_that_is_damaged(cluster, tmp_path, damage):
+    run(cluster, tmp_path, steps=6)
+    damage(tmp_path / "step-6" / "checkpoint.json")
+    with pytest.raises(CheckpointError, match=r"step-6/checkpoint\.json is damaged.*move step-6 out of the run"):
+        run(cluster, tmp_path)
+    os.rename(tmp_path / "step-6", tmp_path / ".step-6")
+    assert run(cluster, tmp_path)[0].resumed_at == 3
+
+
 class Broken(Dataset):
     """Its item raises while Ctrl-C is pressed, as a loader's processes end by it."""
 

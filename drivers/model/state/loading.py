@@ -68,10 +68,7 @@ class Loading:
         """Load a checkpoint, and return its plain values. With ``all_random``, random states are loaded in any case."""
         every = "to have every name of the model and of the checkpoint"
         check_flag("strict", strict, CheckpointError, true=every, false="for those that both have")
-        try:
-            contents = contents_of(path)
-        except OSError as error:
-            raise CheckpointError(f"nothing was loaded: {type(error).__name__}: {error}") from error
+        contents = contents_of(path)
         names = SavedNames.of(self.pipe, self.placed)
         tensors, missing, unexpected = _fitting(contents, names, strict)
         parts = {name: each for name, each in arguments.items() if name != RANDOM_STATE}

@@ -21,7 +21,8 @@ from typing import Any
 from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.files.contents import INDEX, MODEL, TAKEN, VALUES, shard
+from pippy.drivers.files.contents import TAKEN, shard
+from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH
 from pippy.drivers.files.plain_values import check_plain, packed, random_values, unpacked
 from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
@@ -310,7 +311,7 @@ class _Work:
         return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
 
     def _write(self, name: str, data: bytes) -> WrittenFile:
-        return write_file(self.new.path, name, [("all", data)])
+        return write_file(self.new.path, name, [(WHOLE_HASH, data)])
 
 
 @contextmanager

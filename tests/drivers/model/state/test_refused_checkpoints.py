@@ -4,7 +4,6 @@ import builtins
 import copy
 import hashlib
 import io
-import json
 import pickle
 import traceback
 from functools import partial
@@ -16,6 +15,7 @@ from torch import nn
 from pippy import Pipe, PipelineDriver1F1B, load_checkpoint, pipeline
 from pippy.drivers.base.errors import CheckpointError
 from pippy.ir.base.errors import PippyWarning
+from tests.drivers.files.manifests import rewrite
 from tests.drivers.model.state.saved_runs import Training, WithDropout, assert_equal, batch, cross_entropy
 from tests.drivers.models import TiedLanguage
 
@@ -25,13 +25,6 @@ pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 def changed(training):
     """What `load` could have changed."""
     return {**training.everything(), "random": torch.get_rng_state()}
-
-
-def rewritten(path, change):
-    """A checkpoint with something else in its manifest."""
-    manifest = json.loads((path / "checkpoint.json").read_text())
-    change(manifest)
-    (path / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 def cut(path):
@@ -46,13 +39,13 @@ def flip(path):
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00002-of-00003.safetensors", "optimizer-00003-of-00003.safetensors"
 DAMAGES = {
-    "a file is gone": (lambda path: (path / MODEL_FILE).unlink(), "lacks model-00002"),
+    "a file is gone": (lambda path: (path / MODEL_FILE).unlink(), "lists 'model-00002.*', which this checkpoint lacks"),
     "a file is cut": (lambda path: cut(path / OPTIMIZER_FILE), r"has \d+ bytes, and \d+ were written"),
     "a bit of the model": (lambda path: flip(path / MODEL_FILE), "is damaged"),
     "a bit of the optimizer": (lambda path: flip(path / OPTIMIZER_FILE), "is damaged"),
     "a bit of the values": (lambda path: flip(path / "values.pt"), "values.pt is damaged"),
-    "a manifest that is no JSON": (lambda path: cut(path / "checkpoint.json"), "cannot be read"),
-    "a newer version": (lambda path: rewritten(path, lambda found: found.update(version=2)), "newer pippy"),
+    "a manifest that is no JSON": (lambda path: cut(path / "checkpoint.json"), "is no JSON"),
+    "a newer version": (lambda path: rewrite(path, lambda found: None, version=3), "newer pippy"),
     "not there": (lambda path: path.rename(path.parent / "other"), "is not there"),
 }
 
@@ -92,7 +85,7 @@ def with_values(data):
     def change(path):
         (path / "values.pt").write_bytes(data)
         noted = {"bytes": len(data), "hashes": {"all": hashlib.sha256(data).hexdigest()}}
-        rewritten(path, lambda found: found["files"]["values.pt"].update(noted))
+        rewrite(path, lambda found: found["files"]["values.pt"].update(noted))
 
     return change
 
@@ -104,9 +97,9 @@ HOSTILE = {
     "nothing": with_values(b""),
     "a list": with_values(saved_bytes([1])),
     "values that are a list": with_values(saved_bytes({"values": [1]})),
-    "a manifest with a list for files": lambda path: rewritten(path, lambda found: found.update(files=[1])),
-    "a manifest without hashes": lambda path: rewritten(path, lambda found: found["files"]["values.pt"].pop("hashes")),
-    "a file elsewhere": lambda path: rewritten(
+    "a manifest with a list for files": lambda path: rewrite(path, lambda found: found.update(files=[1])),
+    "a manifest without hashes": lambda path: rewrite(path, lambda found: found["files"]["values.pt"].pop("hashes")),
+    "a file elsewhere": lambda path: rewrite(
         path, lambda found: found["files"].update({"../../x": {"bytes": 1, "hashes": {}}})
     ),
 }
