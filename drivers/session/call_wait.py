@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pippy.drivers.base.errors import WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.process_signs import Sign
 from pippy.drivers.session.calls import Messages, PendingCall, last_line, outcome
 from pippy.drivers.wire.pollable_event import PollableEvent
 
@@ -25,7 +26,9 @@ class LivingWorkers(Protocol):
 
     def mark_lost(self, worker: int, how: str) -> WorkerLostError: ...
 
-    def unanswered(self) -> str: ...
+    def unanswered(self, worker: int) -> str: ...
+
+    def sign(self, worker: int) -> Sign | None: ...
 
     def heard(self, worker: int, told: Any) -> None: ...
 
@@ -46,6 +49,7 @@ class CallWait:
         self.wakeup, self.thread = PollableEvent(), threading.get_ident()
         self.end = None if timeout is None else time.monotonic() + timeout
         self.pings: dict[int, tuple[PendingCall, float]] = {}
+        self.signs: dict[int, Sign | None] = {}  # of processes, when they last made progress
         for call in self.waiting:
             self._watch(call)
 
@@ -116,11 +120,21 @@ class CallWait:
         for worker in {call.worker for call in self.waiting}:
             if worker not in self.pings:
                 ping = self.workers.ping(worker)
-                self.pings[worker] = ping, now
+                self.pings[worker], self.signs[worker] = (ping, now), self.workers.sign(worker)
                 with uninterrupted():
                     self._watch(ping)
+            elif self._moves(worker):  # its Python is not let to run
+                self.pings[worker] = self.pings[worker][0], now
             elif now - self.pings[worker][1] >= self.workers.timeout:
-                raise self.workers.mark_lost(worker, self.workers.unanswered())
+                raise self.workers.mark_lost(worker, self.workers.unanswered(worker))
+
+    def _moves(self, worker: int) -> bool:
+        """Whether the process of a worker has made progress since it last did."""
+        before, sign = self.signs[worker], self.workers.sign(worker)
+        if before is None or sign is None or not sign.moved_since(before):
+            return False
+        self.signs[worker] = sign
+        return True
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)

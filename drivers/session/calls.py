@@ -17,7 +17,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker is: its name, its host and its process. Those with the same text of ``memory`` can share memory.
+    """Where a worker is: its name, its host and its process. Those with the same text of ``memory`` can share memory. If it
+    ``is_here``, this process can ask the system what that process does.
 
     >>> Address("first", "localhost", 4711).name
     'first'
@@ -27,6 +28,7 @@ class Address:
     host: str
     pid: int
     memory: str = ""
+    is_here: bool = False
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.process_signs import Sign, said_of
 from pippy.drivers.protocol.commands import Answer, Failure, News
 from pippy.drivers.protocol.urgent import AskWays, ComeIn, Connect, Dump, Ping
 from pippy.drivers.session import command_log as actions
@@ -42,8 +43,9 @@ class Session:
     """The exchange with the workers of one cluster. Any thread may call this. ``counts`` has how many messages each was sent.
 
     Nothing is sent but what is asked for. Only a wait that lasts longer than ``interval`` seconds pings those that it waits
-    for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost. So a worker that was killed is noticed
-    within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
+    for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost, unless its process is on this host and makes
+    progress. So a worker that was killed is noticed within milliseconds, and one that is stopped, or out of reach, within
+    ``interval + timeout``.
 
     ``deaths`` returns the workers that the operating system says have died, and how. ``messages`` carries all that is sent.
     The error for a lost worker ends with ``recovery_advice``.
@@ -68,6 +70,7 @@ class Session:
         self._deaths = deaths
         self._waits: set[weakref.ref[CallWait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
         self.compiling = CompileProgress([worker.name for worker in self.workers])
+        self._heard = [time.monotonic()] * len(self.workers)
         self._reports: deque[tuple[int, int, str]] = deque()
         self._gone: deque[tuple[int, tuple[int, ...]]] = deque()
         self._connected: set[tuple[int, int]] = set()
@@ -88,6 +91,7 @@ class Session:
             number = self.counts[worker]
             future = self._start(worker, lambda: self.messages.post(worker, number, pickled))
             self.counts[worker] += 1
+            self._heard[worker] = time.monotonic()  # before it the worker had nothing to say
         return PendingCall(worker, type(message).__name__, future)
 
     def urgent(self, worker: int, message: Any) -> PendingCall:
@@ -101,6 +105,7 @@ class Session:
 
     def heard(self, worker: int, told: News | None) -> None:
         """Take what a worker has told, with an answer to a ping or a command."""
+        self._heard[worker] = time.monotonic()
         self.compiling.show(worker, None if told is None else told.compiling)
         if told is not None and told.records:
             log_for_worker(self.workers[worker].name, self.workers[worker].pid, told.records)
@@ -370,9 +375,20 @@ class Session:
         """What some workers do or wait for, as they say themselves."""
         calls = [self.urgent(worker, Dump()) for worker in workers if worker not in self.log.gone]
         said = {call.worker: call.answer for call in self.completed(calls, timeout)}
-        silent = f"no answer within {timeout:g} s: it is stopped, or its process does not let Python run"
         gone = dict.fromkeys(self.log.gone, "it was lost, and has no process")
-        return {worker: {**said, **gone}.get(worker, silent) for worker in workers}
+        return {worker: {**said, **gone}.get(worker) or self._silent(worker, timeout) for worker in workers}
+
+    def _silent(self, worker: int, seconds: float) -> str:
+        """What is said of a worker that has not answered for so many seconds."""
+        address = self.workers[worker]
+        what = "it is stopped, or its process does not let Python run"
+        if address.is_here:
+            what = said_of(address.pid, time.monotonic() - self._heard[worker])
+        return f"no answer within {seconds:g} s: {what}"
+
+    def sign(self, worker: int) -> Sign | None:
+        """What the process of a worker has done, as far as it can be seen here."""
+        return Sign.of(self.workers[worker].pid) if self.workers[worker].is_here else None
 
     def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
         """From which worker to which values stay on devices, and from which to which they do not, with the reason."""
@@ -486,13 +502,15 @@ class Session:
         with self._waiting([self.ping(worker)], self.timeout, None) as wait:
             ping = wait.next()
         if ping is None:
-            return self.unanswered()
+            return self.unanswered(worker)
         _, error = outcome(ping.future.value)
         return None if error is None else f"a ping failed: {last_line(error)}"
 
-    def unanswered(self) -> str:
+    def unanswered(self, worker: int) -> str:
         """How a worker is lost that gives no sign of itself."""
-        return f"it left a ping unanswered for {self.timeout:g} s (cluster(timeout=) says how long it may)"
+        address = self.workers[worker]
+        what = f"; {said_of(address.pid, time.monotonic() - self._heard[worker])}" if address.is_here else ""
+        return f"it left a ping unanswered for {self.timeout:g} s (cluster(timeout=) says how long it may){what}"
 
 
 def _end_in_fork() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import PeerLost
+from pippy.drivers.base.process_signs import show_stack_when_asked
 from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
 from pippy.drivers.protocol.commands import Answer, AnswerTelling, Command, Failure, News
@@ -50,6 +51,8 @@ class Worker:
     def run(self) -> None:
         """Run commands until the queue of messages ends."""
         shared = self.context.shares_process  # then records reach the script's handlers by themselves
+        if not shared:
+            show_stack_when_asked()
         with nullcontext() if shared else self.log.of_this_process(self.context.log_level):
             try:
                 self._run()

@@ -1,5 +1,6 @@
 """A model whose stages fail on request. A part of the input has the request for each row, and so for a micro-batch."""
 
+import ctypes
 import os
 import tempfile
 import time
@@ -18,6 +19,16 @@ from tests.drivers.scarce import NO_MEMORY, be_scarce
 
 FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT, SILENCE = range(1, 11)
 NOWHERE = -1
+BUSY, ASLEEP = -2, -3  # with Python's lock, in C
+
+
+def hold_pythons_lock(how):
+    """Compute for three seconds, or sleep for a minute, and let no other thread run."""
+    end = time.monotonic() + 3.0
+    while how == BUSY and time.monotonic() < end:
+        sum(range(10**8))
+    if how == ASLEEP:
+        ctypes.PyDLL(None).sleep(60)
 
 
 class Raises(torch.autograd.Function):
@@ -108,6 +119,8 @@ class Trap(nn.Module):
             _be_slow()
         while how == ENDLESS:
             time.sleep(0.05)
+        if how in (BUSY, ASLEEP):
+            hold_pythons_lock(how)
         if how >= NO_MEMORY:
             be_scarce(how)
         if how in (CUT, SILENCE):

@@ -21,7 +21,9 @@ from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from tests.drivers.failing_model import (
+    ASLEEP,
     BACKWARD,
+    BUSY,
     ENDLESS,
     EXIT,
     FORWARD,
@@ -485,10 +487,45 @@ def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
     own.session.timeout = 2.0
     with (
         within(own.session.interval + own.session.timeout + 1.0),
-        pytest.raises(WorkerLostError, match=r"a ping") as caught,
+        pytest.raises(
+            WorkerLostError, match=r"a ping.* its process is stopped; kill -CONT \d+ lets it go on"
+        ) as caught,
     ):
         running.result()
     assert caught.value.index == 2
+
+
+def test_a_worker_that_computes_with_pythons_lock_is_not_lost(own):
+    """It leaves pings unanswered for longer than the ``timeout``, and what it does is said."""
+    training = Training(own)
+    training.step()
+    own.session.timeout, own.session.interval = 0.5, 0.2
+    asked = threading.Timer(1.5, lambda: said.append(own.dump(0.3)))
+    said = []
+    asked.start()
+    training.fail(BUSY)
+    asked.join()
+    assert re.search(
+        r"'worker1': no answer within 0.3 s: it is busy since [1-3] s in .*failing_model.py:\d+, in hold_pythons_lock",
+        said[0],
+    ), said
+    training.driver.zero_grad()
+    training.plain.zero_grad()
+    training.check()
+
+
+def test_a_worker_that_waits_with_pythons_lock_is_lost(own):
+    training = Training(own)
+    training.step()
+    own.session.timeout, own.session.interval = 1.0, 0.2
+    with (
+        within(2.5),
+        pytest.raises(WorkerLostError, match=r"it waits since 1 s in .*failing_model.py:\d+, in hold_pythons"),
+    ):
+        training.fail(ASLEEP)
+    training.driver.recover()
+    training.plain.zero_grad()
+    training.check()
 
 
 def test_a_step_that_takes_too_long(own):

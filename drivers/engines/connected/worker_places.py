@@ -63,7 +63,7 @@ class WorkerPlaces:
     def address(self, worker: int) -> Address:
         """Where a worker is."""
         place = self.of[worker]
-        return Address(self.names[worker], place["host"], place["pid"], place["memory"])
+        return Address(self.names[worker], place["host"], place["pid"], place["memory"], self.is_near(place))
 
     def is_near(self, place: Mapping[str, Any]) -> bool:
         """Whether a worker there shares memory with this process."""

@@ -91,7 +91,7 @@ class LocalEngine:
         return [self._address(index) for index in range(len(self.config.names))]
 
     def _address(self, index: int) -> Address:
-        return Address(self.config.names[index], socket.gethostname(), self.pids[index])
+        return Address(self.config.names[index], socket.gethostname(), self.pids[index], is_here=True)
 
     @property
     def fixed(self) -> str | None:
