@@ -37,6 +37,8 @@ host, or under torchrun on two (network namespaces). A fault is
   not be unpickled;
 - Ctrl-C, or two, in a step, in three that are under way, in a recording, a count of memory, `pipeline` or `state_dict`;
 - a worker that has no memory, no file descriptor or no shared memory for a moment: a step succeeds or raises;
+- a stage that never ends, given up by Ctrl-C: the next call ends within the ``timeout``, and the worker is lost; one that
+  computes with Python's lock for longer than that, which goes unnoticed;
 - a lid: all processes are stopped for up to 5 s, and go on as if nothing had been;
 - SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller;
 - a cut connection: all sockets of a worker to other workers are shut down in a step; `ss -K` of all connections of TCP among

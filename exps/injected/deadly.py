@@ -4,7 +4,10 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from exps.injected.kinds import BY_THE_WATCHER, UNNOTICED
 from exps.injected.training import ROWS, STAGES, Report, Training
@@ -13,6 +16,7 @@ from tests.drivers import failing_model, scarce
 
 LONGEST = 60.0  # seconds of steps, until what was to happen has not
 UNNOTICED_FOR = 1.0  # seconds of steps around what is not to be noticed
+_ORDERS = {"stuck": failing_model.ENDLESS, "hold lock": failing_model.BUSY_FOR_LONG}
 
 
 def deadly(training: Training, kind: str) -> Report:
@@ -23,6 +27,11 @@ def deadly(training: Training, kind: str) -> Report:
         trap, row = training.rng.randrange(STAGES), training.rng.randrange(ROWS)
         orders = failing_model.orders(ROWS, trap, scarce.CUT_SOCKETS, row)
         sent.append(time.monotonic())
+    elif kind in _ORDERS:
+        orders = failing_model.orders(ROWS, training.rng.choice(training.traps_elsewhere()), _ORDERS[kind], 0)
+        if kind == "stuck":  # Ctrl-C, and what follows has to wait for the stage
+            _stick(training, orders)
+            sent.append(time.monotonic())
     elif kind not in BY_THE_WATCHER:
         victim, number = _victim(training, kind), signal.SIGKILL if kind.startswith("kill") else signal.SIGSTOP
 
@@ -44,6 +53,14 @@ def deadly(training: Training, kind: str) -> Report:
     ended = time.monotonic()
     seconds = 0.0 if not sent or kind in UNNOTICED else ended - sent[0]
     return Report(kind, seconds, wrong, ended)
+
+
+def _stick(training: Training, orders: torch.Tensor) -> None:
+    """Give up steps with Ctrl-C, one of which has a stage that never ends."""
+    timer = threading.Timer(0.3 + training.rng.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with suppress(KeyboardInterrupt):
+        training.run(orders)
 
 
 def _victim(training: Training, kind: str) -> int:

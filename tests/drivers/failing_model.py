@@ -19,16 +19,15 @@ from tests.drivers.scarce import NO_MEMORY, be_scarce
 
 FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT, SILENCE = range(1, 11)
 NOWHERE = -1
-BUSY, ASLEEP = -2, -3  # with Python's lock, in C
+BUSY, BUSY_FOR_LONG, ASLEEP = -2, -3, -4  # with Python's lock, in C
 
 
 def hold_pythons_lock(how):
-    """Compute for three seconds, or sleep for a minute, and let no other thread run."""
-    end = time.monotonic() + 3.0
-    while how == BUSY and time.monotonic() < end:
-        sum(range(10**8))
+    """Compute for some seconds, or sleep for a minute, and let no other thread run meanwhile."""
     if how == ASLEEP:
         ctypes.PyDLL(None).sleep(60)
+    else:
+        sum(range({BUSY: 2 * 10**8, BUSY_FOR_LONG: 5 * 10**8}[how]))
 
 
 class Raises(torch.autograd.Function):
@@ -119,7 +118,7 @@ class Trap(nn.Module):
             _be_slow()
         while how == ENDLESS:
             time.sleep(0.05)
-        if how in (BUSY, ASLEEP):
+        if how in (BUSY, BUSY_FOR_LONG, ASLEEP):
             hold_pythons_lock(how)
         if how >= NO_MEMORY:
             be_scarce(how)
