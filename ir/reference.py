@@ -1,6 +1,6 @@
 """Runs a Pipe in this process, node by node. This is the reference: every driver must give the same numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:
     return run_microbatches(compiled, [inputs])[0]
 
 
+NoteCall = Callable[[str, str, Any, Any], None]
+"""Notes a call: "F" or "B", the name of the call, what it takes, and what it gives."""
+
+
 def run_microbatches(
-    compiled: Compiled, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
+    compiled: Compiled,
+    microbatches: Sequence[Mapping[str, Any]],
+    weights: Sequence[float] | None = None,
+    note: NoteCall = lambda phase, call, takes, gives: None,
 ) -> list[Any]:
     """Run several micro-batches and return the outputs of each. Their gradients add up.
 
     ``weights`` are the weights of their losses. With the weight 0 a loss has no gradient, and may be NaN.
     """
     runs = [
-        _Reference(compiled, inputs, 1.0 if weights is None else weights[index])
+        _Reference(compiled, inputs, 1.0 if weights is None else weights[index], note)
         for index, inputs in enumerate(microbatches)
     ]
     if not runs[0].trains:
@@ -61,8 +68,14 @@ def _outputs(compiled: Compiled, runs: Sequence["_Reference"]) -> list[Any]:
 class _Reference:
     """One run of the top-level graph: the values that later nodes read, and the leaves of each call, for its backward."""
 
-    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float = 1.0) -> None:
-        self.compiled, self.inputs, self.weight = compiled, inputs, weight
+    def __init__(
+        self,
+        compiled: Compiled,
+        inputs: Mapping[str, Any],
+        weight: float = 1.0,
+        note: NoteCall = lambda phase, call, takes, gives: None,
+    ) -> None:
+        self.compiled, self.inputs, self.weight, self.note = compiled, inputs, weight, note
         self.trains = compiled.loss is not None and torch.is_grad_enabled()
         graph = compiled.split_gm.graph
         self.nodes = list(graph.nodes) if self.trains else forward_nodes(graph)
@@ -103,6 +116,7 @@ class _Reference:
             before = input_versions(leaves, seen)
             outputs = run_stage(name, module, args)
             check_inputs(before, leaves, seen, name, module)
+        self.note("F", name, leaves, outputs)
         if node in self.with_backward:
             self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs
@@ -113,6 +127,7 @@ class _Reference:
         output_grads = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
         run = self.runs.pop(call)
         gradients = run_backward(str(call.target), self.compiled.stage(str(call.target)), run, output_grads)
+        self.note("B", str(call.target), output_grads, gradients)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
             if value.op == "placeholder":
                 before = self.input_gradients.get(value.name)

@@ -36,7 +36,6 @@ from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
 from pippy.ir.record.nodes import is_getitem
-from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.random_state import untouched_random_state
 
 
@@ -242,9 +241,8 @@ class StepCheck:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
             gradients = {name: numbers["gradient", name] for name in self.parameters if self.trains}
-            hooks = {name: GradientHooks.of(each) for name, each in self.driver.pipe.named_parameters()}
-            search = OriginSearch(self.compiled, self.division, weights, seen, before, gradients, hooks, floor)
-            with untouched_random_state():
+            with untouched_random_state(), torch.set_grad_enabled(self.trains):
+                search = OriginSearch(self.driver.pipe, self.division, weights, seen, before, gradients, floor)
                 origin = search.find()
             if origin is not None:
                 return origin

@@ -1,39 +1,36 @@
-"""Where a difference begins: each call of a stage runs once more in this process, with the inputs that it had on its worker.
+"""Where a difference begins: what each call of a stage took and gave on its worker, beside the same step of a copy of the Pipe.
 
-    forwards, from the first stage    1 its inputs are what other calls gave?   2 its outputs are the same here?
-                                      3 they are the same for all rows at once?
-    backwards, from the last          the same for gradients; and do those of parameters add up to what the workers have?
+    calls, forwards from the first stage,     1 it took what the other calls give?     2 it gave the same for that?
+    then backwards from the last              3 from all rows at once it gives the same?
 
 The first "no" is where the difference begins. If it answers question 3, no worker is wrong: such a stage mixes rows, or counts
 them, so that micro-batches do not give what the plain model computes.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
-from torch import nn
 
-from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.driver.check.differences import Apart, Difference
-from pippy.drivers.driver.check.joined import NotJoined, joined_gradient, joined_rows
-from pippy.drivers.driver.check.witness import whole_input
+from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
-from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
-from pippy.ir.base.trees import children, leaves, map_tensors, with_children
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.base.trees import leaves, map_tensors
+from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.reference import run_microbatches
 from pippy.ir.run.gradient_hooks import GradientHooks
-from pippy.ir.run.stage_backward import add_gradients, weighted
-from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
+
+_MIXED_LOSS = "the loss of all rows is not the weighted sum of the losses of micro-batches"
+_MIXES = "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
+_Values = tuple[Sequence[Any], Sequence[Any]]
+"""What a call takes and gives: for each input, and for each output."""
 
 
 @dataclass(frozen=True)
@@ -49,219 +46,141 @@ class Origin:
         return f"{self.stage}{where}: {self.what}"
 
 
-class _Replay:
-    """One call of a stage in this process: its outputs, and the gradients of its inputs if it has a backward."""
+class _Step:
+    """A step of a copy of a Pipe in this process: its calls, and the gradients that it leaves, by the user's names."""
 
     def __init__(
-        self, compiled: Compiled, module: nn.Module, work: Work, taken: Sequence[Any], output_grads: Any
+        self, pipe: Pipe, numbers: Mapping[str, torch.Tensor], division: Division, weights: Sequence[float] | None
     ) -> None:
-        node = next(iter(compiled.split_gm.graph.find_nodes(op="call_module", target=work.call)))
-        inputs = [as_leaf(value) for value in taken]
-        numbers = iter(inputs)
-        args = map_nodes(lambda node: next(numbers), node.args)
-        with torch.set_grad_enabled(output_grads is not None):
-            output = run_stage(work.call, module, args)
-            self.outputs = [output] if len(work.gives) == 1 else list(output)
-            self.outputs = [map_tensors(lambda tensor: tensor.detach().clone(), each) for each in self.outputs]
-            self.gradients: Sequence[Any] = ()
-            if output_grads is not None:
-                self.gradients = run_backward(work.call, module, StageRun(output, tuple(inputs)), output_grads)
+        self.calls: dict[tuple[str, str], list[_Values]] = {}  # by phase and call, for each micro-batch
+        hooks = {name: GradientHooks.of(each) for name, each in pipe.named_parameters()}
+        pipe = copy.deepcopy(pipe)
+        parameters = dict(pipe.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_state(pipe):
+                if name in numbers:
+                    tensor.copy_(numbers[name])
+        for name, each in parameters.items():
+            each.grad = None
+            hooks[name].put_on(each)
+        inputs = [
+            {name: division.take(name, microbatch) for name in division.arguments}
+            for microbatch in range(division.chunks)
+        ]
+        run_microbatches(compiled_of(pipe), inputs, weights, self._note)
+        self.gradients = {name: each.grad for name, each in parameters.items()}
+
+    def _note(self, phase: str, call: str, takes: Any, gives: Any) -> None:
+        noted = map_tensors(lambda each: each.detach().clone(), (takes, gives))
+        self.calls.setdefault((phase, call), []).append((_items(noted[0]), _items(noted[1])))
 
 
 class OriginSearch:
     """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, ``numbers`` the parameters
-    and buffers before it, ``gradients`` those that it left, and ``hooks`` the hooks of parameters."""
+    and buffers before it, and ``gradients`` those that it left."""
 
     def __init__(
         self,
-        compiled: Compiled,
+        pipe: Pipe,
         division: Division,
         weights: Sequence[float],
-        seen: Sequence[SeenCall],
+        seen: Iterable[SeenCall],
         numbers: Mapping[str, torch.Tensor],
         gradients: Mapping[str, Any],
-        hooks: Mapping[str, GradientHooks],
         floor: float,
     ) -> None:
-        self.compiled, self.division, self.weights, self.floor = compiled, division, weights, floor
-        self.numbers, self.gradients, self.hooks = numbers, gradients, hooks
+        self.compiled, self.weights, self.floor = compiled_of(pipe), weights, floor
         self.seen = {(each.phase, each.call, each.microbatch): each for each in seen}
-        every = RemoteInterpreter(compiled).run_until(lambda node: node.op == "output")
-        self.forwards = [each for each in every if each.phase == "F"]
-        self.backwards = {each.call: each for each in every if each.phase == "B"}
-        self.maker = {name: (work, at) for work in self.forwards for at, name in enumerate(work.gives)}
-        self.wholes: dict[str, Any] = {}  # what calls give for all rows at once
-        self.whole_inputs: dict[str, list[Any]] = {}
+        self.gradients = gradients
+        self.is_single = any(each.gives is None for each in self.seen.values())
         self.largest = max((Apart.of(each, None).size for each in gradients.values() if each is not None), default=0.0)
-        self.totals: dict[str, Any] = {}  # of gradients of parameters, over the stages so far
-        self.holders: dict[str, set[str]] = {}
+        with alike():
+            self.parts, self.whole = _Step(pipe, numbers, division, weights), None
+            if division.is_cut and division.sizes is not None:
+                with suppress(Exception):  # the model may take no other number of rows
+                    self.whole = _Step(pipe, numbers, WholeRows(division).divided(1), None)
 
     def find(self) -> Origin | None:
         """Where the difference begins; None if no call is wrong."""
-        with alike():
-            for work in self.forwards:
-                fault = self._forward_fault(work)
-                if fault is not None:
-                    return Origin(self._stage(work), fault)
-            for work in self.forwards:
-                for name in self._parameter_names(work.call).values():
-                    self.holders.setdefault(name, set()).add(work.call)
-            for work in reversed(self.forwards):
-                fault = self._backward_fault(work) if work.call in self.backwards else None
-                if fault is not None:
-                    return Origin(self._stage(work), fault)
+        works = RemoteInterpreter(self.compiled).run_until(lambda node: node.op == "output")
+        makers = {name: stage_name(each.stage) for each in works if each.phase == "F" for name in each.gives if name}
+        for work in works:
+            fault = self._fault(work, makers)
+            if fault is not None:
+                return Origin(stage_name(work.stage), fault)
         return None
 
-    def _stage(self, work: Work) -> str:
-        """The stage of a call: the loss is computed with the last one that it needs."""
-        return stage_name(work.stage)
+    def _fault(self, work: Work, makers: Mapping[str, str]) -> str | None:
+        of, backward = "the loss: " if work.call == LOSS else "", work.phase == "B"
+        for rows, (seen_takes, seen_gives), (takes, gives) in self._pairs(work):
+            for name, given, wanted in zip(work.takes, seen_takes, takes):
+                if not self._alike(given, wanted):
+                    if backward:
+                        return f"{of}the gradients that it got for {rows} are not what was given for it"
+                    return f"{of}{rows} got another value than {makers.get(name, 'the call')} gave: {name}"
+            if not all(map(self._alike, seen_gives, gives)):
+                if backward:
+                    return f"{of}from the same gradients, it gives others for {rows} than here"
+                return f"{of}on the same inputs, its outputs for {rows} are not what it gives here"
+        return self._mixed(work) or (self._wrong_gradient(work) if backward else None)
 
-    # Forwards
-
-    def _forward_fault(self, work: Work) -> str | None:
-        module = self._module(work.call)
-        for microbatch in range(self.division.chunks):
-            seen = self.seen.get(("F", work.call, microbatch))
-            if seen is None or seen.gives is None:
-                return None
-            for name, value in zip(work.takes, seen.takes):
-                wanted = self._given_to(name, microbatch)
-                if wanted is not None and not _equal(wanted, value):
-                    return f"{_of(work)}micro-batch {microbatch} got another value than {self._origin_of(name)} gave: {name}"
-            outputs = _Replay(self.compiled, module, work, seen.takes, None).outputs
-            if not self._alike(outputs, seen.gives):
-                return f"{_of(work)}on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
-        return self._mixed(work)
-
-    def _given_to(self, name: str, microbatch: int) -> Any:
-        """The right value for an input of a call: an input of the model, or what another call gave."""
-        if name not in self.maker:
-            return self.division.take(name, microbatch)
-        work, at = self.maker[name]
-        seen = self.seen.get(("F", work.call, microbatch))
-        return None if seen is None or seen.gives is None else seen.gives[at]
-
-    def _origin_of(self, name: str) -> str:
-        return stage_name(self.maker[name][0].stage) if name in self.maker else "the call"
+    def _pairs(self, work: Work) -> Iterator[tuple[str, _Values, _Values]]:
+        """What a call took and gave on its worker, and here: for each micro-batch. Backward from one loss, for all rows."""
+        key = work.phase, work.call
+        seen = [self.seen.get((*key, microbatch)) for microbatch in range(len(self.parts.calls.get(key, [])))]
+        found = [
+            (_items(each.takes), _items(each.gives)) for each in seen if each is not None and each.gives is not None
+        ]
+        if len(found) < len(seen):
+            return
+        if not (self.is_single and work.phase == "B"):
+            yield from (
+                (f"micro-batch {at}", *pair) for at, pair in enumerate(zip(found, self.parts.calls.get(key, [])))
+            )
+        elif self.whole is not None and found:
+            (whole,) = self.whole.calls[key]
+            takes, gives = (
+                [_for_all_rows(each, like) for each, like in zip(zip(*its), likes)]
+                for its, likes in zip(zip(*found), whole)
+            )
+            yield "all rows", (takes, gives), whole
 
     def _mixed(self, work: Work) -> str | None:
-        """The fault if the call is not the same for all rows at once; None if it is."""
-        if self.division.sizes is None or not self.division.is_cut:
+        """The fault if a call is not the same for all rows at once; None if it is, or if that cannot be said."""
+        key, backward = (work.phase, work.call), work.phase == "B"
+        if self.whole is None or (self.is_single and (backward or work.call == LOSS)) or key not in self.parts.calls:
             return None
-        calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
-        try:
-            taken = self.whole_inputs[work.call] = [
-                joined_rows([each.takes[at] for each in calls], self._whole(name), self.weights)
-                for at, name in enumerate(work.takes)
-            ]
-            outputs = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
-        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
-            return None
-        self.wholes |= {name: value for name, value in zip(work.gives, outputs) if name is not None}
-        with suppress(NotJoined):
-            wanted = [
-                joined_rows([each.gives[at] for each in calls], output, self.weights)
-                for at, output in enumerate(outputs)
-            ]
-            if self._alike(outputs, wanted):
-                return None
-        if work.call == LOSS:
-            return "the loss of all rows is not the weighted sum of the losses of micro-batches"
-        return "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
+        weights = None if backward else self.weights
+        for given, wanted in zip(zip(*(gives for _, gives in self.parts.calls[key])), self.whole.calls[key][0][1]):
+            if not self._alike(_for_all_rows(given, wanted, weights), wanted):
+                if backward:
+                    return "from all rows at once its backward gives other gradients than from micro-batches"
+                return _MIXED_LOSS if work.call == LOSS else _MIXES
+        return None
 
-    def _mixed_backward(self, work: Work, parts: nn.Module) -> str | None:
-        """The fault if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
-        calls = [self.seen["B", work.call, microbatch] for microbatch in range(self.division.chunks)]
-        output_grads, module = [], self._module(work.call)
-        try:
-            outputs = [self.wholes[name] for name in work.gives if name is not None]
-            for at, (name, output) in enumerate(zip(self.backwards[work.call].takes, outputs, strict=True)):
-                gradients = [_items(each.takes)[at] for each in calls]
-                output_grads.append(joined_gradient(gradients, output) if isinstance(name, tuple) else name)
-            taken = [_wanting(value, calls[0].gives[at]) for at, value in enumerate(self.whole_inputs[work.call])]
-            _Replay(self.compiled, module, work, taken, output_grads if len(output_grads) > 1 else output_grads[0])
-        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
-            return None
-        for (local, one), other in zip(module.named_parameters(), parts.parameters(), strict=True):
-            if not self._same_gradient(one.grad, other.grad):
-                name = self._users(work.call, local)
+    def _wrong_gradient(self, work: Work) -> str | None:
+        """The fault if a gradient of a parameter is wrong, of those that no earlier stage uses."""
+        for name in self._first_used(work.call) if not self.is_single else ():
+            mine = self.parts.gradients.get(name)
+            if name in self.gradients and not self._same_gradient(mine, self.gradients[name]):
+                return f"the gradient of {name} is not the sum of those that its micro-batches give"
+            if self.whole is not None and not self._same_gradient(mine, self.whole.gradients.get(name)):
                 return f"its backward of all rows at once gives {name} another gradient than the sum over micro-batches"
         return None
 
-    def _whole(self, name: str) -> Any:
-        """A value for all rows at once: an input, or what a call gives for all rows."""
-        return self.wholes[name] if name in self.maker else whole_input(self.division, name)
-
-    # Backwards
-
-    def _backward_fault(self, work: Work) -> str | None:
-        module, backward = self._module(work.call), self.backwards[work.call]
-        for microbatch in range(self.division.chunks):
-            forward, seen = (self.seen.get((phase, work.call, microbatch)) for phase in "FB")
-            if forward is None or seen is None or forward.gives is None:
-                return None
-            wanted = self._gradients_for(backward, microbatch)
-            if not self._alike(_items(seen.takes), wanted):
-                return (
-                    f"{_of(work)}the gradients that it got for micro-batch {microbatch} are not what was given for it"
-                )
-            taken = [_wanting(value, gradient) for value, gradient in zip(forward.takes, seen.gives)]
-            replay = _Replay(self.compiled, module, work, taken, seen.takes)
-            needed = [
-                None if gradient is None else mine for mine, gradient in zip(replay.gradients, seen.gives, strict=True)
-            ]
-            if not self._alike(needed, list(seen.gives)):
-                return f"{_of(work)}from the same gradients, it gives others for micro-batch {microbatch} than here"
-        return self._wrong_sum(work.call, module) or self._mixed_backward(work, module)
-
-    def _gradients_for(self, backward: Work, microbatch: int) -> list[Any]:
-        """The gradients of a call's outputs: what the calls that use these outputs gave."""
-        return [
-            reduce(add_gradients, [self._gradient(name, microbatch) for name in each], None)
-            if isinstance(each, tuple)
-            else weighted(each, self.weights[microbatch])
-            for each in backward.takes
-        ]
-
-    def _gradient(self, name: str, microbatch: int) -> Any:
-        for call, work in self.backwards.items():
-            if name in work.gives:
-                seen = self.seen.get(("B", call, microbatch))
-                return None if seen is None else seen.gives[work.gives.index(name)]
-        return None
-
-    def _wrong_sum(self, call: str, module: nn.Module) -> str | None:
-        """The fault if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
-        parameters = dict(module.named_parameters())
-        for local, name in self._parameter_names(call).items():
-            self.totals[name] = add_gradients(self.totals.get(name), parameters[local].grad)
-            copies = self.holders[name]
-            copies.discard(call)
-            total, hooks = self.totals[name], self.hooks.get(name)
-            if hooks and total is not None and not copies:
-                total = hooks.accumulated(parameters[local], total)
-            if not copies and name in self.gradients and not self._same_gradient(total, self.gradients[name]):
-                return f"the gradient of {name} is not the sum of those that its micro-batches give"
-        return None
-
-    # Of both
-
-    def _module(self, call: str) -> nn.Module:
-        """A copy of a stage with the parameters and buffers of before the step."""
-        module = copy.deepcopy(self.compiled.stage(call))
-        with torch.no_grad():
-            for local, tensor in named_state(module):
-                name = self._users(call, local)
-                if name in self.numbers:
-                    tensor.copy_(self.numbers[name])
-        return module
+    def _first_used(self, call: str) -> list[str]:
+        """The parameters that a call uses, and no earlier call."""
+        calls = [str(node.target) for node in self.compiled.split_gm.graph.find_nodes(op="call_module")]
+        names = {
+            each: [self._users(each, local) for local, _ in self.compiled.stage(each).named_parameters()]
+            for each in calls
+        }
+        before = {name for each in calls[: calls.index(call)] for name in names[each]}
+        return [name for name in names[call] if name not in before]
 
     def _users(self, call: str, local: str) -> str:
         name = f"{call}.{local}" if call == LOSS else self.compiled.remap_qualname(f"{call}.{local}")
         return self.compiled.qualnames.canonical.get(name, name)
-
-    def _parameter_names(self, call: str) -> dict[str, str]:
-        return {local: self._users(call, local) for local, _ in self.compiled.stage(call).named_parameters()}
 
     def _same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         """Whether two gradients of a parameter are equal but for rounding. One that should be 0 is rounding alone."""
@@ -269,19 +188,12 @@ class OriginSearch:
         return apart.off <= self.floor * max(apart.size, self.largest / 10)
 
     def _alike(self, one: Any, other: Any) -> bool:
-        """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
-        mine, theirs = list(_flat(one)), list(_flat(other))
-        if len(mine) != len(theirs):
-            return not any(map(_matters, [*mine, *theirs])) if not (mine and theirs) else False
-        return all(self._same(each, its) for each, its in zip(mine, theirs))
-
-    def _same(self, one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return Apart.of(one, other).share <= self.floor
-        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-            number, tensor = (other, one) if isinstance(one, torch.Tensor) else (one, other)
-            return not _matters(tensor) if number is None else bool((tensor == number).all())
-        return one is None or other is None or one == other
+        """Whether two values are equal but for rounding. None, for a gradient that is not needed, is like any."""
+        return all(
+            Apart.of(mine, its).share <= self.floor
+            for mine, its in zip(leaves(one), leaves(other))
+            if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor)
+        )
 
 
 def by_place(differences: Sequence[Difference]) -> Origin:
@@ -291,51 +203,45 @@ def by_place(differences: Sequence[Difference]) -> Origin:
         last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
         return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
     worst = differences[0]
+    if worst.why and worst.kind == "parameter":
+        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
     what = {
         "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
         "parameter": f"its update of {worst.name} differs, although the gradient is right",
     }
-    if worst.why and worst.kind == "parameter":
-        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
     return Origin(
         worst.stage,
         what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
     )
 
 
-def _of(work: Work) -> str:
-    return "the loss: " if work.call == LOSS else ""
-
-
 def _items(given: Any) -> list[Any]:
-    """The gradients of a call's outputs, one for each."""
-    return list(given) if isinstance(given, list) else [given]
+    """What a call takes or gives, for each input or output."""
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _flat(tree: Any) -> Iterator[Any]:
-    return leaves(tree)
+def _for_all_rows(parts: Sequence[Any], like: Any, weights: Sequence[float] | None = None) -> list[Any]:
+    """The numbers for all rows, of those for micro-batches, as the leaves of ``like``. None stands for what cannot be said."""
+    return [_joined(each, its, weights) for its, *each in zip(leaves(like), *map(leaves, parts))]
 
 
-def _matters(each: Any) -> bool:
-    return isinstance(each, torch.Tensor) and bool(each.count_nonzero())
+def _joined(parts: Sequence[Any], like: Any, weights: Sequence[float] | None) -> torch.Tensor | None:
+    """Rows joined; or, of what has none, the sum by ``weights``. None if that cannot be said.
 
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two values have the same numbers, to the bit."""
-    pairs = zip(leaves(one), leaves(other))
-    return all(
-        not Apart.of(mine, its).off
-        for mine, its in pairs
-        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor)
-    )
-
-
-def _wanting(value: Any, gradient: Any) -> Any:
-    """A value whose tensors require a gradient where ``gradient`` has one."""
-    if isinstance(value, torch.Tensor):
-        wants = gradient is not None and value.is_floating_point()
-        return value.detach().requires_grad_(wants)
-    held = children(value)
-    if held is None or gradient is None:
-        return value
-    return with_children(value, [_wanting(item, item_gradient) for item, item_gradient in zip(held, gradient)])
+    >>> _joined([torch.ones(2, 1), torch.zeros(1, 1)], torch.ones(3, 1), (0.5, 0.5)).shape
+    torch.Size([3, 1])
+    >>> _joined([torch.tensor(4.0), torch.tensor(2.0)], torch.tensor(3.1), (0.5, 0.5))
+    tensor(3.)
+    """
+    if not all(isinstance(each, torch.Tensor) for each in (like, *parts)):
+        return None
+    if all(each.shape == like.shape for each in parts):
+        if weights is not None and all(torch.equal(each, parts[0]) for each in parts):
+            return parts[0]
+        pairs = zip(parts, weights or [1.0] * len(parts))
+        return torch.stack([each * by for each, by in pairs if by]).sum(0) if like.is_floating_point() else None
+    for dim in range(like.dim()):
+        rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (like, *parts)}
+        if len(rest) == 1 and sum(each.shape[dim] for each in parts) == like.shape[dim]:
+            return torch.cat(list(parts), dim)
+    return None
