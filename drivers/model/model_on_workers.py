@@ -9,7 +9,7 @@ import torch
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
-from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer, with_groups
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.model.parameters import RemoteParameters
 from pippy.drivers.model.recovery.recovery import Recovery
@@ -232,11 +232,12 @@ class ModelOnWorkers:
     def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
         """An optimizer of torch's, on all workers, for the parameters where they are.
 
-        Takes what the class takes after its parameters. Groups are given as ``param_groups=[{"params": names, ...}]``, with
-        names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
-        As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
-        all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
-        With ``divide_state=True`` each replica of the pipeline has a part of the state. See docs/replicas.md.
+        Takes what the class takes, with or without ``model.parameters()`` before it. Groups are given as torch's are, or as
+        ``param_groups=[{"params": names, ...}]``, with names, patterns as for a shell, or parameters of the model, or with
+        ``"params": ...`` for all that no other group names. As in torch, it leaves alone what is in no group, so that a driver
+        may have several optimizers. Without groups, it has all parameters. With ``master_dtype=torch.float32`` it updates
+        float32 copies of the parameters that have 16 bits. With ``divide_state=True`` each replica of the pipeline has a part
+        of the state. See docs/replicas.md.
         """
         if self.compiled_pipe.loss is None:
             raise OptimizerError(
@@ -245,8 +246,9 @@ class ModelOnWorkers:
                 "labels"
             )
         parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
+        given = with_groups(args, kwargs)
         optimizer = PipelineOptimizer(
-            parameters, self.placed, self.commands, self.stale, number, optimizer_class, args, kwargs
+            parameters, self.placed, self.commands, self.stale, number, optimizer_class, *given
         )
         self._optimizers.append(optimizer)
         return optimizer

@@ -6,7 +6,7 @@ the changed options are sent to the workers.
 
 import fnmatch
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -35,6 +35,28 @@ from pippy.ir.record.code_reads import have_same_values
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
 place_words("driver.instantiate_optimizer(torch.optim.AdamW)", {*_OWN_WORDS, *words_of(torch.optim.AdamW)} - {"params"})
+
+
+def with_groups(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of an optimizer class, where parameters or groups of them that come first are ``param_groups``.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> with_groups((iter([weight]), 0.1), {}) == ((0.1,), {"param_groups": [{"params": [weight]}]})
+    True
+    >>> with_groups((0.1,), {"momentum": 0.9})
+    ((0.1,), {'momentum': 0.9})
+    """
+    if not args or not isinstance(args[0], (list, tuple, Iterator)):
+        return args, options
+    given = [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in args[0]]
+    kind = next(
+        (kind for kind in (torch.Tensor, Mapping) if given and all(isinstance(each, kind) for each in given)), None
+    )
+    if kind is None:
+        return args, options
+    if "param_groups" in options:
+        raise OptimizerError("the parameters are given twice: first, and as param_groups=; leave one of them out")
+    return args[1:], {**options, "param_groups": given if kind is Mapping else [{"params": given}]}
 
 
 class PipelineOptimizer(Optimizer):

@@ -60,6 +60,36 @@ def test_parameters_that_no_group_names_are_left_alone(threads):
     driver.close()
 
 
+AS_TORCH = {
+    "all": lambda model: model.parameters(),
+    "those that train": lambda model: [each for each in model.parameters() if each.ndim > 1],
+    "named": lambda model: model.named_parameters(),
+    "groups": lambda model: [
+        {"params": model.layers[0].parameters()},
+        {"params": list(model.layers[2].parameters()), "weight_decay": 0.3},
+    ],
+}
+
+
+@pytest.mark.parametrize("given", AS_TORCH.values(), ids=AS_TORCH)
+def test_parameters_may_come_first_as_in_torch(threads, given):
+    model = Chain(3)
+    plain, driver = copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    mine = driver.instantiate_optimizer(torch.optim.SGD, given(model), 0.1, momentum=0.9)
+    theirs = torch.optim.SGD(given(plain), 0.1, momentum=0.9)
+    x, target = batch()
+    for _ in range(2):
+        driver.run(2, x, target)
+        F.mse_loss(plain(x), target).backward()
+        mine.step(), theirs.step()
+    assert_state(driver, plain)
+    with pytest.raises(OptimizerError, match="given twice"):
+        driver.instantiate_optimizer(torch.optim.SGD, given(model), lr=0.1, param_groups=[{"params": "*"}])
+    with pytest.raises(OptimizerError, match="not a parameter of the model"):
+        driver.instantiate_optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters(), lr=0.1)
+    driver.close()
+
+
 def test_a_group_for_all_the_rest(threads):
     _, driver = both(threads)
     groups = [{"params": ...}, {"params": "*.bias", "lr": 0.5}]
