@@ -178,7 +178,7 @@ class PipelineDriverBase(ModelOnWorkers):
         limit = self._out_of_order if given_for_it else bool(self._out_of_order)
         to_send = self.placed, self.commands, self.cluster.hosts_of, self.placement.workers
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
-        statistics = RunningStatistics(self.compiled_pipe) if self.replicas > 1 else None
+        statistics = RunningStatistics(self.compiled_pipe, self.replicas)
         to_run = self.ranks, self.placement, self.programs, self._auto
         self.steps = StepRunner(self, settings, *to_run, statistics, self._sliced)
         if self._first_check is not None:

@@ -69,7 +69,7 @@ class StepRunner:
         placement: Placement,
         programs: DriverPrograms,
         auto: Auto | None,
-        statistics: RunningStatistics | None,
+        statistics: RunningStatistics,
         sliced: SlicedCalls | None = None,
     ) -> None:
         self.model, self.settings, self.programs = model, settings, programs
@@ -115,8 +115,7 @@ class StepRunner:
         before = _compared_settings(watch.settings)
         watch.follow(self.model.pipe, self.compiled)
         self.model.parameters.check_written()
-        if self._statistics is not None:
-            self._statistics.check()
+        self._statistics.check()
         watch.note()
         self.placed.set(watch.settings)
         self._flags = self.placed.flags()
@@ -143,6 +142,8 @@ class StepRunner:
         call = self.call(surroundings, chunks, args, kwargs, outputs)
         results = self.results(call, self.settings.output_spec)
         purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
+        if call.trains:
+            self._statistics.warn(chunks)
         if self.first_step is not None and call.trains:
             how = self.first_step.how
             with advising(call.division):

@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.drivers.base.errors import DriverError
+from pippy.ir.base import source
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.tables import aligned_lines
@@ -47,9 +48,11 @@ class Topology:
 
 
 class RunningStatistics:
-    """The norms of a Pipe that may have running statistics. Each replica sees other rows, so its statistics would be others."""
+    """The norms of a Pipe that may have running statistics. Micro-batches and replicas see other rows than the mini-batch has,
+    so their statistics are others."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, replicas: int) -> None:
+        self.replicas, self.warned = replicas, False
         self.norms: Mapping[str, Any] = {
             compiled.remap_qualname(f"{call}.{path}"): module
             for call, stage in compiled.stages()
@@ -58,17 +61,31 @@ class RunningStatistics:
         }
 
     def check(self) -> None:
-        """Raise if a norm would change its running statistics in a step."""
-        changing = [
-            name
+        """Raise if a norm of replicas would change its running statistics in a step."""
+        if self.replicas > 1 and (changing := self._changing()):
+            raise DriverError(
+                f"{changing} would change running statistics in training, and each replica of the pipeline sees a part of the "
+                "mini-batch only, so that their copies would drift apart; convert_deferred_batch_norm(model) counts all of it, "
+                "for batch norms. Or put them into eval(), to keep their statistics as they are, take norms without any "
+                "(track_running_stats=False, GroupNorm, LayerNorm), or leave replicas= out"
+            )
+
+    def warn(self, chunks: int) -> None:
+        """Warn once before a norm changes its running statistics by micro-batches."""
+        if chunks > 1 and not self.warned and (changing := self._changing()):
+            self.warned = True
+            source.warn(
+                f"{changing} changes its running statistics by each of {chunks} micro-batches, and not by the mini-batch as "
+                "in the plain model, so that evaluation differs from that of plain training: "
+                "pippy.convert_deferred_batch_norm(model) makes them those of the whole mini-batch. To keep them as they are, "
+                "put the norm into eval()"
+            )
+
+    def _changing(self) -> str:
+        """The names of the norms that would change their statistics; nothing if none would."""
+        names = [
+            repr(name)
             for name, norm in self.norms.items()
             if norm.training and norm.track_running_stats and norm.running_mean is not None
         ]
-        if changing:
-            raise DriverError(
-                f"{', '.join(map(repr, changing[:6]))}{' and others' * (len(changing) > 6)} would change running statistics in "
-                "training, and each replica of the pipeline sees a part of the mini-batch only, so that their copies would "
-                "drift apart; convert_deferred_batch_norm(model) counts all of it, for batch norms. Or put them into eval(), "
-                "to keep their statistics as they are, take norms without any (track_running_stats=False, GroupNorm, "
-                "LayerNorm), or leave replicas= out"
-            )
+        return f"{', '.join(names[:6])}{' and others' * (len(names) > 6)}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -299,3 +300,31 @@ def test_a_norm_that_two_stages_call_is_refused(threads):
         with pytest.raises(StepError, match=r"changed 'norm\.\w+'.* in place, which other stages hold too"):
             driver.run(2, torch.randn(6, 4))
         assert all(torch.equal(each, before[name]) for name, each in driver.state_dict().items())
+
+
+NORMS = {
+    "a batch norm": (nn.BatchNorm1d(4), True),
+    "deferred": (pippy.convert_deferred_batch_norm(nn.BatchNorm1d(4)), False),  # the advice
+    "in evaluation": (nn.BatchNorm1d(4).eval(), False),  # too
+    "without statistics": (nn.BatchNorm1d(4, track_running_stats=False), False),
+}
+
+
+@pytest.mark.parametrize("norm, warns", NORMS.values(), ids=NORMS)
+def test_statistics_by_micro_batches_are_warned_of_once(threads, norm, warns):
+    """Evaluation differs by them from that of plain training."""
+    x = torch.randn(8, 4, dtype=torch.get_default_dtype())
+    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(norm).to(x.dtype), nn.Linear(4, 4))
+    driver = pippy.PipelineDriver1F1B(pippy.Pipe.from_sequential(model, nn.MSELoss()), threads)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        driver.run(1, x, x)  # the whole mini-batch
+        for _ in range(2):
+            driver.run(2, x, x)
+        with torch.no_grad():
+            driver.run(2, x, x)
+    said = [str(each.message) for each in caught if "running statistics" in str(each.message)]
+    assert len(said) == warns
+    assert all("'1' changes" in each and "each of 2 micro-batches" in each for each in said)
+    assert all("pippy.convert_deferred_batch_norm(model)" in each for each in said)
+    driver.close()

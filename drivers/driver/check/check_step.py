@@ -81,7 +81,8 @@ class StepCheck:
         if norms and trains:
             self.left_out.append(
                 "statistics of batch norms: in a check they normalize by their running statistics, because "
-                "micro-batches have statistics of their own"
+                "micro-batches have statistics of their own; convert_deferred_batch_norm(model) makes those of a run those of "
+                "the mini-batch"
             )
         self.uncompared = {
             f"{name}.{buffer}".lstrip(".")
