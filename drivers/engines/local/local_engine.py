@@ -74,6 +74,7 @@ class LocalEngine:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
+            undo.callback(process.kill)
             theirs.close()
             dies_with_thread = threading.current_thread() is threading.main_thread()
             with contextlib.suppress(ConnectionError):  # `_await` says that it has ended
@@ -259,7 +260,9 @@ class LocalEngine:
 
     def _fork_server_ended(self) -> str:
         """How the fork server has ended, in words."""
-        ended, status = "the process that the workers are forked from ended", self.fork_server.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.fork_server.wait(1.0)  # it is about to end: its sockets are closed
+        ended, status = "the process that the workers are forked from ended", self.fork_server.returncode
         out_of_memory = killed_for_memory() > self._killed_for_memory
         return ended if status is None else f"{ended} ({Died(0, status, out_of_memory=out_of_memory).how})"
 
