@@ -122,7 +122,8 @@ def tries(n=2, **options):
 """
 
 
-def test_workers_start_in_a_directory_that_this_process_may_not_enter(tmp_path):
+@pytest.mark.parametrize("what_happened", ['os.chmod(".", 0)', "os.rmdir(sys.argv[1])"])
+def test_workers_start_in_a_directory_that_was_deleted_or_that_this_process_may_not_enter(what_happened, tmp_path):
     """As a service has it that was started in another user's: that was a PermissionError of the directory."""
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -130,12 +131,13 @@ def test_workers_start_in_a_directory_that_this_process_may_not_enter(tmp_path):
         BEGIN
         + """
 os.chdir(sys.argv[1])
-os.chmod(".", 0)
+exec(sys.argv[2])
 capabilities(2)  # to read all files and folders of this test, and not to enter any
 entered = os.access(sys.argv[1], os.X_OK)
 print(json.dumps([entered, tries()]))
 """,
         str(closed),
+        what_happened,
     )
     assert found == [False, [0, 1]]
 
