@@ -40,7 +40,8 @@ host, or under torchrun on two (network namespaces). A fault is
 - a stage that never ends, given up by Ctrl-C: the next call ends within the ``timeout``, and the worker is lost; one that
   computes with Python's lock for longer than that, which goes unnoticed;
 - a lid: all processes are stopped for up to 5 s, and go on as if nothing had been;
-- SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller;
+- SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller. After a killed
+  fork server the driver recovers, with another one, and a step must be right;
 - a cut connection: all sockets of a worker to other workers are shut down in a step; `ss -K` of all connections of TCP among
   the ranks, or between two hosts; a host that is cut off without a word, or all of whose processes are killed;
 - the raylet of a node of Ray is killed; the head is killed, and steps go on;

@@ -1,15 +1,14 @@
 """Memory that two processes can see, and how the values of a layout are written to and read from it."""
 
-import errno
 import fcntl
 import mmap
 import os
-import resource
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pippy.drivers.base.host_errors import in_words, no_descriptor
 from pippy.drivers.wire.value_layout import LeafIndex, ValueLayout, rebuild, rest_from_bytes
 
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
@@ -128,18 +127,15 @@ def create_shared(size: int) -> tuple[int, Memory]:
     b'ab'
     >>> os.close(fd)
     """
-    fd = os.memfd_create("pippy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, size)  # so that too little memory is an error here, and not a SIGBUS later
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
-        return fd, map_shared(fd)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise OSError(
-                error.errno, f"no {size:,} bytes of memory for values on their way to another worker"
-            ) from error
-        raise
+    with in_words(f"{size:,} bytes of values on their way to another worker"):
+        fd = os.memfd_create("pippy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size)  # so that too little memory is an error here, and not a SIGBUS later
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+            return fd, map_shared(fd)
+        except OSError:
+            os.close(fd)
+            raise
 
 
 def map_shared(fd: int) -> Memory:
@@ -149,34 +145,16 @@ def map_shared(fd: int) -> Memory:
 
 def map_received(ancillary: Sequence[tuple[int, int, bytes]]) -> Memory:
     """The memory whose file descriptor came beside a packet. Raises OSError if this process had none free for it."""
-    fd = descriptor_beside(ancillary)
+    what, fd = "the memory in which a value came", descriptor_beside(ancillary)
+    if fd is None:
+        raise no_descriptor(what)
     try:
-        if fd is None:
-            raise OSError(errno.EMFILE, "none is free")
-        return map_shared(fd)
-    except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise no_descriptor("the memory in which a value came") from error
-        raise
+        with in_words(what):
+            return map_shared(fd)
     finally:
-        if fd is not None:
-            os.close(fd)
+        os.close(fd)
 
 
 def descriptor_beside(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
     """The file descriptor that came beside a packet; None if there is none, which is so, too, if none was free for it."""
     return int.from_bytes(ancillary[0][2][:4], "little", signed=True) if ancillary else None
-
-
-def no_descriptor(what: str) -> OSError:
-    """The error of a process that has too many files open.
-
-    >>> no_descriptor("a socket").errno == errno.EMFILE
-    True
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return OSError(
-        errno.EMFILE,
-        f"process {os.getpid()} has no free file descriptor for {what}: it may have {limit:,} open; close files in the "
-        "script or in what the stages run, or raise the limit before the script starts (ulimit -n)",
-    )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.wire.memory import descriptor_beside, no_descriptor
+from pippy.drivers.base.host_errors import in_words, no_descriptor
+from pippy.drivers.wire.memory import descriptor_beside
 from pippy.drivers.wire.value_layout import ValueLayout, rebuild, rest_from_bytes
 
 
@@ -53,22 +54,18 @@ class MemoryFile(CopiedBytes):
     @staticmethod
     def holding(layout: ValueLayout, tensors: Sequence[torch.Tensor], rest: bytes) -> "MemoryFile":
         """A new one with the bytes of a value. Raises OSError if there is too little memory."""
-        file = MemoryFile(os.memfd_create("pippy", os.MFD_CLOEXEC))
-        try:
-            for part, tensor in zip(layout.tensors, tensors):
-                own = tensor.detach()
-                if not own.is_cpu or own.stride() != part.stride or own.is_conj() or own.is_neg():
-                    own = torch.empty_strided(part.shape, part.stride, dtype=part.dtype).copy_(own)
-                file._write(_bytes_of(own), part.offset)
-            file._write(memoryview(rest), layout.size)
-        except OSError as error:
-            file.close()
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        with in_words(f"a value of {layout.size + len(rest):,} bytes on its way to another process"):
+            file = MemoryFile(os.memfd_create("pippy", os.MFD_CLOEXEC))
+            try:
+                for part, tensor in zip(layout.tensors, tensors):
+                    own = tensor.detach()
+                    if not own.is_cpu or own.stride() != part.stride or own.is_conj() or own.is_neg():
+                        own = torch.empty_strided(part.shape, part.stride, dtype=part.dtype).copy_(own)
+                    file._write(_bytes_of(own), part.offset)
+                file._write(memoryview(rest), layout.size)
+            except OSError:
+                file.close()
                 raise
-            size = layout.size + len(rest)
-            raise OSError(
-                error.errno, f"no {size:,} bytes of memory for a value on its way to another process"
-            ) from error
         return file
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from pippy.drivers.wire.memory import no_descriptor
+from pippy.drivers.base.host_errors import no_descriptor
 from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
 from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 from pippy.drivers.wire.tcp_connection import TcpConnection

@@ -51,8 +51,22 @@ def deadly(training: Training, kind: str) -> Report:
     except (StepError, ClusterError) as error:
         wrong = f"{type(error).__name__}: {error}"
     ended = time.monotonic()
+    if kind == "kill fork server" and not wrong:
+        wrong = _recovers(training)
     seconds = 0.0 if not sent or kind in UNNOTICED else ended - sent[0]
     return Report(kind, seconds, wrong, ended)
+
+
+def _recovers(training: Training) -> str:
+    """What is wrong with the steps after another fork server has started other workers."""
+    try:
+        training.driver.recover()
+        training.plain.zero_grad()
+        training.step()
+        training.check()
+    except (AssertionError, StepError, ClusterError) as error:
+        return f"after recover(): {type(error).__name__}: {error}"
+    return ""
 
 
 def _stick(training: Training, orders: torch.Tensor) -> None:

@@ -55,6 +55,9 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
+    def path(self) -> list[str]:
+        return sys.path
+
     def parent(self) -> int:
         return os.getppid()
 

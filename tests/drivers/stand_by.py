@@ -99,6 +99,10 @@ class Child:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+
     def wait(self, timeout=None):
         if self.returncode is None:
             with os.fdopen(os.pidfd_open(self.pid), "rb", 0) as ended:

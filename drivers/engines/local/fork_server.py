@@ -1,12 +1,15 @@
 """The process that forks the local workers. It imports torch once for all of them.
 
     controller ──socket── fork server ──fork──▶ worker 0, worker 1, …
-        sends the LaunchConfig, and a Replace or End for a worker that is lost; gets reports of started and dead workers
+        sends the LaunchConfig, and a Fork or End for a worker; gets reports of started and dead workers
 
 The fork server and the workers have a session of their own, so that Ctrl-C reaches only the controller. When the
 controller ends in any way, its socket closes and its process ends. The fork server notices this, kills and reaps the
-workers, and ends. Each worker watches the controller too, in case the fork server is stopped. If the fork server is killed,
-the system kills the workers.
+workers, and ends. Each worker watches the controller too, in case the fork server is stopped.
+
+If the fork server is killed, the system kills the workers: nobody else would end a worker that is stopped, or that computes
+without Python's lock, when the controller is killed, too. Then the controller starts another fork server, which forks the
+workers that it is asked for.
 """
 
 import gc
@@ -20,10 +23,10 @@ import socket
 import traceback
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
 
+from pippy.drivers.base.host_errors import HostError, in_words, no_descriptor
 from pippy.drivers.engines.local.forked_worker import start_worker
-from pippy.drivers.engines.local.launch_config import End, LaunchConfig, Replace
+from pippy.drivers.engines.local.launch_config import End, Fork, LaunchConfig
 from pippy.drivers.engines.local.launch_reports import Died, Failed, killed_for_memory, report
 from pippy.drivers.engines.local.parent_death import die_with_parent, watch_controller
 from pippy.drivers.engines.standard_streams import open_standard_streams
@@ -31,19 +34,28 @@ from pippy.drivers.engines.standard_streams import open_standard_streams
 # torch, and a module that the first backward would import in each worker.
 NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
 
-# The first packet is the controller's sys.path; without it the import of pippy could fail.
+PACKET = 1 << 16  # a socket takes no packet of any size
+# First comes the controller's sys.path, without which the import of pippy could fail, in as many packets as it takes.
 BOOT = (
-    "import pickle, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); sys.path[:] = pickle.loads(s.recv(1 << 20)); "
-    "from pippy.drivers.engines.local.fork_server import run_fork_server; run_fork_server(s)"
+    "import pickle, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); "
+    f"sys.path[:], config = pickle.loads(b''.join(s.recv({PACKET}) for _ in range(int(s.recv(16))))); "
+    "from pippy.drivers.engines.local.fork_server import run_fork_server; run_fork_server(s, pickle.loads(config))"
 )
 
 
-def run_fork_server(controller: socket.socket) -> None:
-    """Run the fork server, from its first packet to its end."""
+def send_boot(fork_server: socket.socket, path: list[str], config: LaunchConfig) -> None:
+    """Send the packets that ``BOOT`` reads."""
+    content = pickle.dumps((path, pickle.dumps(config)))
+    packets = [content[at : at + PACKET] for at in range(0, len(content), PACKET)]
+    for packet in (b"%d" % len(packets), *packets):
+        fork_server.send(packet, socket.MSG_NOSIGNAL)
+
+
+def run_fork_server(controller: socket.socket, config: LaunchConfig) -> None:
+    """Run the fork server to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that opened the cluster may have blocked any
     open_standard_streams()
-    config: LaunchConfig = pickle.loads(controller.recv(1 << 20))
     if config.dies_with_thread:
         die_with_parent(config.controller)
     fork_server = ForkServer(controller, config)
@@ -70,16 +82,12 @@ class ForkServer:
         signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
 
     def start(self) -> None:
-        """Import what the workers need, once, and fork them."""
-        worker = load(self.config.worker)
+        """Import what the workers need, once."""
+        self.worker = load(self.config.worker)
         gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
-        self.worker = worker
-        for index in range(len(self.config.names)):
-            self._fork(index, self.config)
-        _close(chain(*self.config.sockets))
 
     def watch(self) -> None:
-        """Wait until the controller ends. Reap and report workers that die before, and end or replace those that it names."""
+        """Wait until the controller ends. Fork and end the workers that it names, reap and report those that die."""
         waiting, controller = select.poll(), self.controller.fileno()
         self.own_descriptors += watch_controller(waiting, self.controller, self.config, select.POLLIN)
         waiting.register(self.deaths, select.POLLIN)
@@ -92,10 +100,10 @@ class ForkServer:
                 self._reap()
             if controller in events:
                 packet, descriptors, *_ = socket.recv_fds(self.controller, 1 << 16, 2)
-                request: Replace | End = pickle.loads(packet)
+                request: Fork | End = pickle.loads(packet)
                 self._end_worker(request.index)
-                if isinstance(request, Replace):
-                    self._replace(request, descriptors)
+                if isinstance(request, Fork):
+                    self._fork_worker(request, descriptors)
 
     def end(self) -> None:
         """Kill the workers, and delete the directory."""
@@ -115,13 +123,6 @@ class ForkServer:
                 status = os.waitstatus_to_exitcode(status)
                 report(self.controller, Died(index, status, start, self.killed_for_memory > before))
 
-    def _fork(self, index: int, config: LaunchConfig) -> None:
-        pid = os.fork()
-        if pid == 0:
-            _close(self.own_descriptors)
-            start_worker(index, self.worker, config, self.controller)
-        self.children[pid] = index, config.start
-
     def _end_worker(self, worker: int) -> None:
         """End what is left of a worker, which may be stopped."""
         for pid, (index, _) in list(self.children.items()):
@@ -130,18 +131,21 @@ class ForkServer:
                 os.waitpid(pid, 0)
                 del self.children[pid]
 
-    def _replace(self, request: Replace, descriptors: list[int]) -> None:
-        """Fork another process in the place of a worker. If that fails, all others go on."""
-        from pippy.drivers.wire.memory import no_descriptor  # it needs torch
-
+    def _fork_worker(self, request: Fork, descriptors: list[int]) -> None:
+        """Fork a worker. If that fails, all others go on."""
+        index, name = request.index, f"worker {self.config.names[request.index]!r}"
         try:
-            if len(descriptors) < 2:
-                raise no_descriptor("the sockets of a worker")
-            sockets: list[tuple[int, ...]] = [()] * len(self.config.names)
-            sockets[request.index] = tuple(descriptors)
-            self._fork(request.index, replace(self.config, sockets=tuple(sockets), start=request.start))
-        except OSError as error:
-            report(self.controller, Failed(request.index, f"{type(error).__name__}: {error}", request.start))
+            if len(descriptors) < 2 and not self.config.uses_rpc:
+                raise no_descriptor(f"the sockets of {name}")
+            with in_words(name):
+                pid = os.fork()
+            if pid == 0:
+                _close(self.own_descriptors)
+                config = replace(self.config, sockets=tuple(descriptors), start=request.start)
+                start_worker(index, self.worker, config, self.controller)
+            self.children[pid] = index, request.start
+        except HostError as error:
+            report(self.controller, Failed(index, str(error), request.start))
         _close(descriptors)
 
 

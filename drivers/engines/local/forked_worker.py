@@ -8,6 +8,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from pippy.drivers.base.host_errors import HostError, in_words
 from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.engines.local.launch_reports import Failed, Ready, report
 from pippy.drivers.engines.local.parent_death import die_with_controller, die_with_parent
@@ -18,14 +19,13 @@ def start_worker(index: int, worker: type, config: LaunchConfig, controller: soc
     """Run a worker in this process, then exit."""
     status = 1
     try:
-        become_worker(index, config, controller)
-        for other, fds in enumerate(config.sockets):
-            for fd in fds if other != index else ():
-                os.close(fd)
-        run_worker(index, worker, config, controller)
+        with in_words(f"worker {config.names[index]!r}"):
+            become_worker(index, config, controller)
+            run_worker(index, worker, config, controller)
         status = 0
-    except BaseException:
-        report(controller, Failed(index, traceback.format_exc(), config.start))
+    except BaseException as error:
+        text = str(error) if isinstance(error, HostError) else traceback.format_exc()
+        report(controller, Failed(index, text, config.start))
         traceback.print_exc()
     finally:
         exit_at_once(status)
@@ -66,7 +66,7 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
     else:
         from pippy.drivers.wire.messages.urgent import UrgentConnection
 
-        UrgentConnection(socket.socket(fileno=config.sockets[index][1]), running.urgent).start()
+        UrgentConnection(socket.socket(fileno=config.sockets[1]), running.urgent).start()
         report(controller, Ready(index, os.getpid(), config.start))
     running.run()
 
@@ -81,6 +81,6 @@ def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
     from pippy.drivers.wire.messages.message_connection import WorkerMessageConnection
     from pippy.drivers.wire.worker_transport import WorkerTransport
 
-    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[index][0]), messages).connection
+    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[0]), messages).connection
     pinned = config.devices[index] != "cpu"
     return WorkerTransport(index, pinned=pinned, controller=controller, patience=config.patience)

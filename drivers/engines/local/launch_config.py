@@ -1,4 +1,4 @@
-"""What the controller sends to the fork server: the settings of a local cluster, and which worker to replace or to end."""
+"""What the controller sends to the fork server: the settings of a local cluster, and which worker to fork or to end."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,13 @@ class LaunchConfig:
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
-        sockets: the file descriptors of each worker's sockets to the controller, if there are any: for messages, and for
-            urgent ones.
+        sockets: the file descriptors of a worker's sockets to the controller, if it has any: for messages, and for urgent ones.
         timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
         log_level: from which level on records of the workers are sent to the controller.
-        start: which start of a worker it is: 0, and one more whenever another process takes its place.
+        start: which start of a worker it is: 1, and one more whenever another process takes its place.
 
-    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711, False).rpc_name(0)
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711).rpc_name(0)
     'worker0'
     """
 
@@ -37,8 +36,8 @@ class LaunchConfig:
     transport: str
     directory: str
     controller: int
-    dies_with_thread: bool
-    sockets: tuple[tuple[int, ...], ...] = ()
+    dies_with_thread: bool = False
+    sockets: tuple[int, ...] = ()
     timeout: float = 5.0
     patience: float = 0.0
     log_level: int = 30
@@ -66,11 +65,11 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Asks the fork server to end what is left of a worker, and to fork another; its two sockets come beside this.
+class Fork:
+    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets, if it has any, come beside this.
 
-    >>> Replace(1, start=1)
-    Replace(index=1, start=1)
+    >>> Fork(1, start=1)
+    Fork(index=1, start=1)
     """
 
     index: int

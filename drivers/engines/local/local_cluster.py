@@ -4,13 +4,13 @@ import errno
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.host_errors import host_error, in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.arguments import (
     check_choice,
@@ -88,7 +88,7 @@ def local_cluster(
     check_none_open()
     note_local_cluster()
     chosen = _chosen_transport(transport)
-    with opening(by_rpc=chosen == "rpc"):
+    with opening(by_rpc=chosen == "rpc"), in_words(f"{n} workers"):
         if pin:
             _warn_of_shared_cores(names, cores)
         config = LaunchConfig(
@@ -100,7 +100,6 @@ def local_cluster(
             transport=chosen,
             directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
             controller=os.getpid(),
-            dies_with_thread=threading.current_thread() is threading.main_thread(),
             timeout=timeout,
             patience=polling_time(patience, crowded=n * threads > len(cores)),
             log_level=LOGGER.getEffectiveLevel(),
@@ -112,7 +111,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     engine = None
     try:
         with uninterrupted():  # or processes would run that nobody knows of
-            engine = _begun(config)
+            engine = LocalEngine(config, start_timeout)
         session = start(engine, timeout, start_timeout)
         if config.uses_rpc:
             rpc.take_reports(session.report_lost)
@@ -123,18 +122,6 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         if engine is not None:
             engine.close()
         raise
-
-
-def _begun(config: LaunchConfig) -> LocalEngine:
-    try:
-        return LocalEngine(config)
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise ClusterError(
-            f"{len(config.names)} workers cannot be started: there are too few file descriptors, of which the start takes 4 "
-            f"for each worker; close files, or raise the limit before the script starts (ulimit -n)"
-        ) from error
 
 
 def _check_system() -> None:
@@ -167,6 +154,8 @@ def _chosen_transport(transport: str | None) -> str:
             os.close(os.memfd_create("pippy"))
         return "shared_memory"
     except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise host_error(error, "memory that workers share") from error
         why = f"this host cannot share memory between processes ({error})"
     if transport == "shared_memory":
         raise ClusterError(

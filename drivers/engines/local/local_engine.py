@@ -14,15 +14,15 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 
 from torch.distributed import FileStore
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
+from pippy.drivers.base.host_errors import in_words
 from pippy.drivers.base.interrupts import uninterrupted
-from pippy.drivers.engines.local.fork_server import BOOT
-from pippy.drivers.engines.local.launch_config import CONTROLLER, End, LaunchConfig, Replace
-from pippy.drivers.engines.local.launch_reports import Died, Failed, Ready
+from pippy.drivers.engines.local.fork_server import BOOT, send_boot
+from pippy.drivers.engines.local.launch_config import CONTROLLER, End, Fork, LaunchConfig
+from pippy.drivers.engines.local.launch_reports import Died, Failed, Ready, killed_for_memory
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.standard_streams import open_standard_streams
 from pippy.drivers.session.calls import Address, Messages
@@ -43,47 +43,51 @@ MEMORY = {
 class LocalEngine:
     """The fork server and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, timeout: float) -> None:
         self.owner = os.getpid()
         self.joined = False
+        self.config, self.timeout = config, timeout
         self.pids: dict[int, int] = {}
         self.starts = [0] * len(config.names)  # which start of each worker counts
         self._running = False
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
-        with ExitStack() as undo, ExitStack() as handed_over:
-            open_standard_streams()
+        self._killed_for_memory = killed_for_memory()
+        self.connections = ControllerConnections()
+        with ExitStack() as undo:
             if config.directory:
                 undo.callback(shutil.rmtree, config.directory, ignore_errors=True)
-            self.connections, their_ends = _connections(config)
-            undo.callback(self.connections.close)
-            for end in chain(*their_ends):
-                handed_over.enter_context(end)
-            self.socket, server_end = socketpair()
-            undo.callback(self.socket.close)
-            handed_over.enter_context(server_end)
-            self.config = config = replace(config, sockets=tuple((a.fileno(), b.fileno()) for a, b in their_ends))
-            self.fork_server = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(server_end.fileno()), "pippy-fork-server"],
+            self.socket, self.fork_server = self._fork_server()
+            undo.pop_all()
+
+    def _fork_server(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+        """Start a fork server. Returns the socket to it, and its process."""
+        open_standard_streams()
+        with ExitStack() as undo:
+            ours, theirs = _pair(undo)
+            ours.settimeout(self.timeout)
+            process = subprocess.Popen(
+                [sys.executable or "", "-P", "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
                 cwd=_directory(),
                 start_new_session=True,
-                pass_fds=[server_end.fileno(), *chain(*config.sockets)],
-                env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                pass_fds=[theirs.fileno()],
+                env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
+            undo.callback(process.kill)
+            theirs.close()
+            dies_with_thread = threading.current_thread() is threading.main_thread()
+            with contextlib.suppress(ConnectionError):  # `_await` says that it has ended
+                send_boot(ours, sys.path, replace(self.config, dies_with_thread=dies_with_thread))
             undo.pop_all()
-        with contextlib.suppress(ConnectionError):  # `start` says that it has ended
-            self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
-            self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
+        return ours, process
 
     recovery_advice = RECOVERY_ADVICE
 
     def start(self, timeout: float) -> list[Address]:
-        """Wait for the workers and join them."""
-        self.timeout = timeout
+        """Start the workers, wait for them, and join them."""
         deadline = time.monotonic() + timeout
-        while len(self.pids) < len(self.config.names):
-            self._await(deadline, timeout)
+        self._place(range(len(self.config.names)), deadline)
         self._running = True
         if self.config.uses_rpc:
             self._join(deadline, timeout)
@@ -105,20 +109,32 @@ class LocalEngine:
     def replace(self, workers: Iterable[int]) -> dict[int, Address]:
         """End what is left of some workers, and start others in their places. Gives where those are.
 
-        If that fails it can be tried again; a process that was started meanwhile is ended then.
+        If that fails it can be tried again; a process that was started meanwhile is ended then. A fork server that has ended
+        is replaced, too.
         """
         if self.fixed is not None:
             raise ClusterError(self.fixed)
-        deadline, ends = time.monotonic() + self.timeout, {}
+        with in_words("other workers"):
+            return self._place(workers, time.monotonic() + self.timeout)
+
+    def _place(self, workers: Iterable[int], deadline: float) -> dict[int, Address]:
+        """Have some workers forked, in the places of those that may be there, and wait for them. Gives where they are."""
+        ends: dict[int, list[socket.socket]] = {}
         with ExitStack() as undo, self._reading:
+            if self.fork_server.poll() is not None:
+                ended = self.socket
+                with uninterrupted():
+                    self.socket, self.fork_server = self._fork_server()
+                    ended.close()
             for index in workers:
                 with uninterrupted():
                     ends[index] = self._ask_for(index, undo)
             while not ends.keys() <= self.pids.keys():
                 self._await(deadline, self.timeout)
             with uninterrupted():
-                for index, (one, urgent) in ends.items():
-                    self.connections.replace(index, one, urgent)
+                for index, sockets in ends.items():
+                    if sockets:
+                        self.connections.replace(index, *sockets)
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
@@ -138,21 +154,18 @@ class LocalEngine:
         self._died.pop(index, None)
         self.starts[index] += 1
 
-    def _ask_for(self, index: int, undo: ExitStack) -> tuple[socket.socket, socket.socket]:
+    def _ask_for(self, index: int, undo: ExitStack) -> list[socket.socket]:
         """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
         self._forget(index)
-        (one, its_one), (urgent, its_urgent) = _pair(undo), _pair(undo)
-        with its_one, its_urgent:
-            self._ask(Replace(index, self.starts[index]), its_one.fileno(), its_urgent.fileno())
-        return one, urgent
+        pairs = [] if self.config.uses_rpc else [_pair(undo), _pair(undo)]
+        self._ask(Fork(index, self.starts[index]), *(its.fileno() for _, its in pairs))
+        for _, its in pairs:
+            its.close()
+        return [own for own, _ in pairs]
 
-    def _ask(self, request: Replace | End, *descriptors: int) -> None:
-        try:
+    def _ask(self, request: Fork | End, *descriptors: int) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, and all workers with it: `_await` says so
             socket.send_fds(self.socket, [pickle.dumps(request)], descriptors, socket.MSG_NOSIGNAL)
-        except ConnectionError as error:
-            raise ClusterError(
-                "the process that the workers are forked from has ended; open another cluster"
-            ) from error
 
     @property
     def routes(self) -> Routes:
@@ -170,10 +183,8 @@ class LocalEngine:
             while self.socket.fileno() >= 0 and select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
                 packet = self._packet()
                 if not packet:
-                    return {
-                        i: self._died.get(i, "the process that it was forked from ended, and it with it")
-                        for i in range(len(self.config.names))
-                    }
+                    how = f"{self._fork_server_ended()}, and they with it"
+                    return dict.fromkeys(self.pids, how) | self._died
                 self._take(packet)
             return dict(self._died)
 
@@ -244,9 +255,16 @@ class LocalEngine:
                 raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {report.how}")
             case None:
                 raise ClusterError(
-                    "the process that the workers are forked from ended while workers started; its output on "
-                    "stderr says why"
+                    f"{self._fork_server_ended()} while workers started; if its output on stderr does not say why, try again"
                 )
+
+    def _fork_server_ended(self) -> str:
+        """How the fork server has ended, in words."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.fork_server.wait(1.0)  # it is about to end: its sockets are closed
+        ended, status = "the process that the workers are forked from ended", self.fork_server.returncode
+        out_of_memory = killed_for_memory() > self._killed_for_memory
+        return ended if status is None else f"{ended} ({Died(0, status, out_of_memory=out_of_memory).how})"
 
     def _join(self, deadline: float, timeout: float) -> None:
         """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
@@ -275,24 +293,16 @@ class LocalEngine:
             raise ClusterError(f"the controller could not join its workers: {outcome[0]}") from outcome[0]
 
 
-def _connections(config: LaunchConfig) -> tuple[ControllerConnections, list[tuple[socket.socket, socket.socket]]]:
-    """The controller's ends of two sockets to each worker, and the ends that are handed over."""
-    with ExitStack() as undo:
-        two = [] if config.uses_rpc else [(_pair(undo), _pair(undo)) for _ in config.names]
-        undo.pop_all()
-    ours = ControllerConnections(
-        {worker: one[0] for worker, (one, _) in enumerate(two)},
-        {worker: other[0] for worker, (_, other) in enumerate(two)},
-    )
-    return ours, [(one[1], other[1]) for one, other in two]
+def _directory() -> str | None:
+    """Where the workers start: in this process's directory (None), or, as torch starts in none that was deleted, at the root.
 
-
-def _directory() -> str:
-    """Where the workers start: in this process's directory, or, as torch starts in none that was deleted, at the root."""
+    They are not told to go to this process's directory, but begin there: it may not be allowed to enter it any more.
+    """
     try:
-        return os.getcwd()
-    except FileNotFoundError:
+        os.getcwd()
+    except OSError:
         return "/"
+    return None
 
 
 def _pair(undo: ExitStack) -> tuple[socket.socket, socket.socket]:

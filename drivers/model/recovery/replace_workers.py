@@ -27,7 +27,7 @@ class NotReplaced(ClusterError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"{why}; the other workers hold what they held: call recover() again when this is repaired, or "
+            f"{why}; the workers that are left hold what they held: call recover() again when this is repaired, or "
             "recover(fewer=True) to go on with those, or close this cluster"
         )
         self.why = why

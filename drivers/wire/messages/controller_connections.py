@@ -6,7 +6,6 @@ What a worker must answer while it computes has a connection of its own, which a
 from another host is read by a thread for each connection.
 """
 
-import errno
 import itertools
 import select
 import socket
@@ -17,8 +16,8 @@ from typing import Any
 
 from torch.futures import Future
 
+from pippy.drivers.base.host_errors import in_words
 from pippy.drivers.base.interrupts import uninterrupted
-from pippy.drivers.wire.memory import no_descriptor
 from pippy.drivers.wire.messages.message_connection import MessageConnection, MessageStream
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -69,12 +68,8 @@ class ControllerConnections:
         if not self._at:
             return None
         with self._lock, uninterrupted():
-            try:
+            with in_words(f"a socket between workers {one} and {other}"):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            except OSError as error:
-                if error.errno == errno.EMFILE:
-                    raise no_descriptor(f"a socket between workers {one} and {other}") from error
-                raise
             for worker, peer, end in zip((one, other), (other, one), ends):
                 near = self._near(self._at[worker])
                 assert near is not None, "a socket goes to no other host"

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
+from pippy.drivers.base.host_errors import no_descriptor
+from pippy.drivers.wire.memory import create_shared, map_shared
 
 SocketPair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
 

@@ -149,7 +149,7 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
             run.step(4)
         with pytest.raises(
             ClusterError,
-            match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*secret; the other workers .*: call recover\(\) again",
+            match=r"0 of 1 joined within 0\.1 s; start 1 worker more.*secret; the workers .*: call recover\(\) again",
         ):
             run.driver.recover()
         with pytest.warns(PippyWarning, match="the run goes on with the workers that are left"):

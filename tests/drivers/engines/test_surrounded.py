@@ -99,7 +99,7 @@ def test_a_cluster_of_a_fork_without_streams_whose_signals_are_blocked_beside_fi
 
 def test_workers_start_though_the_directory_was_deleted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert _directory() == str(tmp_path)
+    assert _directory() is None  # they begin where this process is
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -110,7 +110,10 @@ def test_workers_start_though_the_directory_was_deleted(tmp_path, monkeypatch):
 def test_a_fork_server_that_ends_as_it_begins(monkeypatch, quick_clusters):
     """The error was that of a socket."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with quick_clusters.left_out(), pytest.raises(ClusterError, match="forked from ended while workers started"):
+    with (
+        quick_clusters.left_out(),
+        pytest.raises(ClusterError, match=r"forked from ended .*status 1.* while workers started"),
+    ):
         start(1)
 
 

@@ -308,7 +308,7 @@ def test_too_little_memory_is_an_error(monkeypatch):
 
     with two() as (here, there):
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(OSError, match=r"no 1,048,576 bytes of memory"):
+        with pytest.raises(OSError, match=r"there is no memory for 1,048,576 bytes of values"):
             here.send(1, (0, 0, 0), torch.ones(100_000))
         monkeypatch.undo()
         here.send(1, (0, 0, 0), torch.ones(100_000))

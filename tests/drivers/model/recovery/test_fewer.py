@@ -314,7 +314,7 @@ def test_if_no_process_can_be_started_the_run_goes_on_with_those_that_are_left()
         before = undisturbed(cluster, STEPS)
         run.driver.recover()
         lose(run, 1)
-        with pytest.warns(PippyWarning, match=r"(?s)place of worker 'worker1'.*unavailable; the run goes on"):
+        with pytest.warns(PippyWarning, match=r"(?s)place of worker 'worker1'.*fewer workers; the run goes on"):
             assert run.driver.recover(fewer=True) == {}
         assert run.driver.ranks == (0, 2) and cluster.gone == {1}
         goes_on(run, before, 0, 2)

@@ -188,7 +188,8 @@ def test_a_process_that_cannot_be_forked_is_an_error_and_can_be_tried_again():
         lose(cluster, training, 1)
         own = open_descriptors()
         with pytest.raises(
-            ClusterError, match=r"(?s)in the place of worker 'worker1'.*unavailable.*call recover\(\) again"
+            ClusterError,
+            match=r"(?s)in the place of worker 'worker1'.*no other process.*ulimit -u.*call recover\(\) again",
         ):
             training.driver.recover()
         assert open_descriptors() <= own
@@ -198,13 +199,9 @@ def test_a_process_that_cannot_be_forked_is_an_error_and_can_be_tried_again():
         other.check()
 
 
-def test_without_the_process_that_workers_are_forked_from_none_can_be_replaced():
+def test_a_closed_cluster_replaces_nothing():
+    close_open_cluster()
     with local_cluster(2, threads=1) as cluster:
-        training = Training(cluster, stages=2)
-        os.killpg(cluster.engine.fork_server.pid, signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            training.step()
-        with pytest.raises(ClusterError, match="forked from has ended; open another cluster"):
-            replace_lost_workers(cluster)
+        pass
     with pytest.raises(ClusterError, match="this cluster is closed; open another"):
         replace_lost_workers(cluster)
