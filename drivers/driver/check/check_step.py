@@ -36,7 +36,6 @@ from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
 from pippy.ir.record.nodes import is_getitem
-from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.random_state import untouched_random_state
 
 
@@ -118,7 +117,7 @@ class StepCheck:
         if optimizers:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
-        origin = self._origin(differences, step.weights, before, numbers, comparison.floor) if differences else None
+        origin = self._origin(differences, step.weights, before, comparison.floor) if differences else None
         origin = origin and self._named(origin)
         return CheckReport(
             self.division.chunks,
@@ -234,16 +233,13 @@ class StepCheck:
         differences: Sequence[Difference],
         weights: Sequence[float],
         before: Mapping[str, torch.Tensor],
-        numbers: Mapping[ComparedKey, Any],
         floor: float,
     ) -> Origin:
         """Where the differences begin."""
         if any(each.kind != "parameter" for each in differences) and self.division.slices == 1:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
-            gradients = {name: numbers["gradient", name] for name in self.parameters if self.trains}
-            hooks = {name: GradientHooks.of(each) for name, each in self.driver.pipe.named_parameters()}
-            search = OriginSearch(self.compiled, self.division, weights, seen, before, gradients, hooks, floor)
+            search = OriginSearch(self.compiled, self.division, weights, seen, before, floor)
             with untouched_random_state():
                 origin = search.find()
             if origin is not None:

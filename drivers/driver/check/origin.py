@@ -1,18 +1,17 @@
-"""Where a difference begins: each call of a stage runs once more in this process, with the inputs that it had on its worker.
+"""Where a difference begins: the stages run once more in this process, call by call, beside what the workers noted.
 
-    forwards, from the first stage    1 its inputs are what other calls gave?   2 its outputs are the same here?
-                                      3 they are the same for all rows at once?
-    backwards, from the last          the same for gradients; and do those of parameters add up to what the workers have?
+    each call, in the order of the graph    1 it took what the calls before it gave?   2 from that, it gave the same as here?
+    each forward, with all rows at once     3 it gives the same as for micro-batches?
 
-The first "no" is where the difference begins. If it answers question 3, no worker is wrong: such a stage mixes rows, or counts
-them, so that micro-batches do not give what the plain model computes.
+The first "no" is where the difference begins. If question 3 has it, no worker is wrong: such a stage mixes rows, or counts
+them, so that micro-batches do not give what the plain model computes. Without a "no", the place of the gradients tells.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,18 +21,19 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.driver.check.differences import Apart, Difference
-from pippy.drivers.driver.check.joined import NotJoined, joined_gradient, joined_rows
 from pippy.drivers.driver.check.witness import whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
-from pippy.ir.base.trees import children, leaves, map_tensors, with_children
+from pippy.ir.base.trees import children, map_tensors
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
-from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.stage_backward import add_gradients, weighted
-from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.run.stage_run import StageRun, run_backward, run_stage
+
+_MIXES = "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
+_LOSS_MIXES = "the loss of all rows is not the weighted sum of the losses of micro-batches"
 
 
 @dataclass(frozen=True)
@@ -49,28 +49,58 @@ class Origin:
         return f"{self.stage}{where}: {self.what}"
 
 
-class _Replay:
-    """One call of a stage in this process: its outputs, and the gradients of its inputs if it has a backward."""
+class _Here:
+    """The stages, run in this process. ``inputs`` gives an input of the model for a micro-batch; ``numbers`` are those of
+    before the step, and ``weights`` those of the losses. ``values`` has what calls gave, by name and micro-batch."""
 
     def __init__(
-        self, compiled: Compiled, module: nn.Module, work: Work, taken: Sequence[Any], output_grads: Any
+        self,
+        compiled: Compiled,
+        inputs: Callable[[str, int], Any],
+        numbers: Mapping[str, torch.Tensor],
+        weights: Sequence[float],
     ) -> None:
-        node = next(iter(compiled.split_gm.graph.find_nodes(op="call_module", target=work.call)))
-        inputs = [as_leaf(value) for value in taken]
-        numbers = iter(inputs)
-        args = map_nodes(lambda node: next(numbers), node.args)
-        with torch.set_grad_enabled(output_grads is not None):
-            output = run_stage(work.call, module, args)
-            self.outputs = [output] if len(work.gives) == 1 else list(output)
-            self.outputs = [map_tensors(lambda tensor: tensor.detach().clone(), each) for each in self.outputs]
-            self.gradients: Sequence[Any] = ()
-            if output_grads is not None:
-                self.gradients = run_backward(work.call, module, StageRun(output, tuple(inputs)), output_grads)
+        self.inputs, self.weights = inputs, weights
+        self.nodes = {str(each.target): each for each in compiled.split_gm.graph.find_nodes(op="call_module")}
+        self.modules = {name: _copied(compiled, name, numbers) for name in self.nodes}
+        self.values: dict[tuple[str, int], Any] = {}
+        self.runs: dict[tuple[str, int], StageRun] = {}
+
+    def taken(self, work: Work, microbatch: int) -> list[Any]:
+        """What a call is to take: values, or the gradients of its outputs."""
+        return [self._taken(each, microbatch, work.phase) for each in work.takes]
+
+    def _taken(self, each: Any, microbatch: int, phase: str) -> Any:
+        if phase == "F":
+            key = each, microbatch
+            return self.values[key] if key in self.values else self.inputs(*key)
+        if isinstance(each, tuple):
+            return reduce(add_gradients, [self.values[name, microbatch] for name in each], None)
+        return weighted(each, self.weights[microbatch])
+
+    def given(self, work: Work, microbatch: int, taken: Sequence[Any]) -> Sequence[Any]:
+        """What a call gives, which is run."""
+        key, module = (work.call, microbatch), self.modules[work.call]
+        gives: Sequence[Any]
+        if work.phase == "F":
+            leaves = [map_tensors(_own_leaf, value) for value in taken]
+            numbers = iter(leaves)
+            output = run_stage(work.call, module, map_nodes(lambda _: next(numbers), self.nodes[work.call].args))
+            self.runs[key] = StageRun(output, tuple(leaves))
+            gives = [output] if len(work.gives) == 1 else list(output)
+        else:
+            gives = run_backward(work.call, module, self.runs.pop(key), taken if len(taken) > 1 else taken[0])
+        self.note(work, microbatch, gives)
+        return gives
+
+    def note(self, work: Work, microbatch: int, gives: Sequence[Any]) -> None:
+        """Other calls take what this one gave."""
+        self.values |= {(name, microbatch): value for name, value in zip(work.gives, gives) if name is not None}
 
 
 class OriginSearch:
-    """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, ``numbers`` the parameters
-    and buffers before it, ``gradients`` those that it left, and ``hooks`` the hooks of parameters."""
+    """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, and ``numbers`` the
+    parameters and buffers before it. Numbers are the same if they differ by less than ``floor``."""
 
     def __init__(
         self,
@@ -79,263 +109,121 @@ class OriginSearch:
         weights: Sequence[float],
         seen: Sequence[SeenCall],
         numbers: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, Any],
-        hooks: Mapping[str, GradientHooks],
         floor: float,
     ) -> None:
         self.compiled, self.division, self.weights, self.floor = compiled, division, weights, floor
-        self.numbers, self.gradients, self.hooks = numbers, gradients, hooks
         self.seen = {(each.phase, each.call, each.microbatch): each for each in seen}
+        self.numbers, phases = numbers, {each.phase for each in seen}
         every = RemoteInterpreter(compiled).run_until(lambda node: node.op == "output")
-        self.forwards = [each for each in every if each.phase == "F"]
-        self.backwards = {each.call: each for each in every if each.phase == "B"}
-        self.maker = {name: (work, at) for work in self.forwards for at, name in enumerate(work.gives)}
-        self.wholes: dict[str, Any] = {}  # what calls give for all rows at once
-        self.whole_inputs: dict[str, list[Any]] = {}
-        self.largest = max((Apart.of(each, None).size for each in gradients.values() if each is not None), default=0.0)
-        self.totals: dict[str, Any] = {}  # of gradients of parameters, over the stages so far
-        self.holders: dict[str, set[str]] = {}
+        self.works = [each for each in every if each.phase in phases]
+        self.forwards = [each for each in self.works if each.phase == "F"]
 
     def find(self) -> Origin | None:
         """Where the difference begins; None if no call is wrong."""
-        with alike():
-            for work in self.forwards:
-                fault = self._forward_fault(work)
+        with alike(), torch.set_grad_enabled(len(self.works) > len(self.forwards)):
+            try:
+                return self._of_worker() or self._of_rows()
+            except (StageError, DriverError, KeyError):  # it cannot be seen here, and that must not hide the difference
+                return None
+
+    def _of_worker(self) -> Origin | None:
+        """The first call that is wrong on its worker."""
+        here = _Here(self.compiled, self.division.take, self.numbers, self.weights)
+        for work in self.works:
+            for microbatch in range(self.division.chunks):
+                fault = self._fault(here, work, microbatch)
                 if fault is not None:
-                    return Origin(self._stage(work), fault)
-            for work in self.forwards:
-                for name in self._parameter_names(work.call).values():
-                    self.holders.setdefault(name, set()).add(work.call)
-            for work in reversed(self.forwards):
-                fault = self._backward_fault(work) if work.call in self.backwards else None
-                if fault is not None:
-                    return Origin(self._stage(work), fault)
+                    return Origin(stage_name(work.stage), ("the loss: " if work.call == LOSS else "") + fault)
         return None
 
-    def _stage(self, work: Work) -> str:
-        """The stage of a call: the loss is computed with the last one that it needs."""
-        return stage_name(work.stage)
+    def _fault(self, here: _Here, work: Work, microbatch: int) -> str | None:
+        seen = self.seen.get((work.phase, work.call, microbatch))
+        if seen is None or seen.gives is None:
+            return None
+        if work.phase == "B" and (work.call, microbatch) not in here.runs:  # of a loss over all rows
+            here.note(work, microbatch, seen.gives)
+            return None
+        taken, takes = here.taken(work, microbatch), seen.takes if isinstance(seen.takes, list) else [seen.takes]
+        wrong = [name for name, mine, its in zip(work.takes, taken, takes) if not self._same(mine, its)]
+        if wrong and work.phase == "B":
+            return f"the gradients that it got for micro-batch {microbatch} are not what was given for it"
+        if wrong:
+            makers = (stage_name(each.stage) for each in self.forwards if wrong[0] in each.gives)
+            return f"micro-batch {microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
+        gives = zip(work.gives, here.given(work, microbatch, taken), seen.gives, strict=True)
+        if all(name is None or self._same(mine, its) for name, mine, its in gives):
+            return None
+        if work.phase == "B":
+            return f"from the same gradients, it gives others for micro-batch {microbatch} than here"
+        return f"on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
 
-    # Forwards
-
-    def _forward_fault(self, work: Work) -> str | None:
-        module = self._module(work.call)
-        for microbatch in range(self.division.chunks):
-            seen = self.seen.get(("F", work.call, microbatch))
-            if seen is None or seen.gives is None:
-                return None
-            for name, value in zip(work.takes, seen.takes):
-                wanted = self._given_to(name, microbatch)
-                if wanted is not None and not _equal(wanted, value):
-                    return f"{_of(work)}micro-batch {microbatch} got another value than {self._origin_of(name)} gave: {name}"
-            outputs = _Replay(self.compiled, module, work, seen.takes, None).outputs
-            if not self._alike(outputs, seen.gives):
-                return f"{_of(work)}on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
-        return self._mixed(work)
-
-    def _given_to(self, name: str, microbatch: int) -> Any:
-        """The right value for an input of a call: an input of the model, or what another call gave."""
-        if name not in self.maker:
-            return self.division.take(name, microbatch)
-        work, at = self.maker[name]
-        seen = self.seen.get(("F", work.call, microbatch))
-        return None if seen is None or seen.gives is None else seen.gives[at]
-
-    def _origin_of(self, name: str) -> str:
-        return stage_name(self.maker[name][0].stage) if name in self.maker else "the call"
-
-    def _mixed(self, work: Work) -> str | None:
-        """The fault if the call is not the same for all rows at once; None if it is."""
+    @torch.no_grad()
+    def _of_rows(self) -> Origin | None:
+        """The first forward that computes something else for all rows at once."""
         if self.division.sizes is None or not self.division.is_cut:
             return None
-        calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
+        whole = _Here(self.compiled, lambda name, _: whole_input(self.division, name), self.numbers, (1.0,))
+        for work in self.forwards:
+            calls = [self.seen["F", work.call, microbatch].gives for microbatch in range(self.division.chunks)]
+            gives = whole.given(work, 0, whole.taken(work, 0))
+            if None not in calls and not all(self._join(parts, its) for *parts, its in zip(*calls, gives)):
+                return Origin(stage_name(work.stage), _LOSS_MIXES if work.call == LOSS else _MIXES)
+        return None
+
+    def _join(self, parts: Sequence[Any], whole: Any) -> bool:
+        """Whether values of micro-batches make that of all rows: one after the other, added up by weights, or all alike."""
+        held = children(whole)
+        if held is not None:
+            return all(self._join(each, item) for *each, item in zip(*(children(each) or () for each in parts), held))
+        if not isinstance(whole, torch.Tensor) or all(self._same(whole, each) for each in parts):
+            return True
+        if all(each.shape == whole.shape for each in parts):
+            return self._same(whole, sum(weight * each for weight, each in zip(self.weights, parts) if weight))
+        dims = (dim for dim, (one, other) in enumerate(zip(whole.shape, parts[0].shape)) if one != other)
         try:
-            taken = self.whole_inputs[work.call] = [
-                joined_rows([each.takes[at] for each in calls], self._whole(name), self.weights)
-                for at, name in enumerate(work.takes)
-            ]
-            outputs = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
-        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
-            return None
-        self.wholes |= {name: value for name, value in zip(work.gives, outputs) if name is not None}
-        with suppress(NotJoined):
-            wanted = [
-                joined_rows([each.gives[at] for each in calls], output, self.weights)
-                for at, output in enumerate(outputs)
-            ]
-            if self._alike(outputs, wanted):
-                return None
-        if work.call == LOSS:
-            return "the loss of all rows is not the weighted sum of the losses of micro-batches"
-        return "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
-
-    def _mixed_backward(self, work: Work, parts: nn.Module) -> str | None:
-        """The fault if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
-        calls = [self.seen["B", work.call, microbatch] for microbatch in range(self.division.chunks)]
-        output_grads, module = [], self._module(work.call)
-        try:
-            outputs = [self.wholes[name] for name in work.gives if name is not None]
-            for at, (name, output) in enumerate(zip(self.backwards[work.call].takes, outputs, strict=True)):
-                gradients = [_items(each.takes)[at] for each in calls]
-                output_grads.append(joined_gradient(gradients, output) if isinstance(name, tuple) else name)
-            taken = [_wanting(value, calls[0].gives[at]) for at, value in enumerate(self.whole_inputs[work.call])]
-            _Replay(self.compiled, module, work, taken, output_grads if len(output_grads) > 1 else output_grads[0])
-        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
-            return None
-        for (local, one), other in zip(module.named_parameters(), parts.parameters(), strict=True):
-            if not self._same_gradient(one.grad, other.grad):
-                name = self._users(work.call, local)
-                return f"its backward of all rows at once gives {name} another gradient than the sum over micro-batches"
-        return None
-
-    def _whole(self, name: str) -> Any:
-        """A value for all rows at once: an input, or what a call gives for all rows."""
-        return self.wholes[name] if name in self.maker else whole_input(self.division, name)
-
-    # Backwards
-
-    def _backward_fault(self, work: Work) -> str | None:
-        module, backward = self._module(work.call), self.backwards[work.call]
-        for microbatch in range(self.division.chunks):
-            forward, seen = (self.seen.get((phase, work.call, microbatch)) for phase in "FB")
-            if forward is None or seen is None or forward.gives is None:
-                return None
-            wanted = self._gradients_for(backward, microbatch)
-            if not self._alike(_items(seen.takes), wanted):
-                return (
-                    f"{_of(work)}the gradients that it got for micro-batch {microbatch} are not what was given for it"
-                )
-            taken = [_wanting(value, gradient) for value, gradient in zip(forward.takes, seen.gives)]
-            replay = _Replay(self.compiled, module, work, taken, seen.takes)
-            needed = [
-                None if gradient is None else mine for mine, gradient in zip(replay.gradients, seen.gives, strict=True)
-            ]
-            if not self._alike(needed, list(seen.gives)):
-                return f"{_of(work)}from the same gradients, it gives others for micro-batch {microbatch} than here"
-        return self._wrong_sum(work.call, module) or self._mixed_backward(work, module)
-
-    def _gradients_for(self, backward: Work, microbatch: int) -> list[Any]:
-        """The gradients of a call's outputs: what the calls that use these outputs gave."""
-        return [
-            reduce(add_gradients, [self._gradient(name, microbatch) for name in each], None)
-            if isinstance(each, tuple)
-            else weighted(each, self.weights[microbatch])
-            for each in backward.takes
-        ]
-
-    def _gradient(self, name: str, microbatch: int) -> Any:
-        for call, work in self.backwards.items():
-            if name in work.gives:
-                seen = self.seen.get(("B", call, microbatch))
-                return None if seen is None else seen.gives[work.gives.index(name)]
-        return None
-
-    def _wrong_sum(self, call: str, module: nn.Module) -> str | None:
-        """The fault if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
-        parameters = dict(module.named_parameters())
-        for local, name in self._parameter_names(call).items():
-            self.totals[name] = add_gradients(self.totals.get(name), parameters[local].grad)
-            copies = self.holders[name]
-            copies.discard(call)
-            total, hooks = self.totals[name], self.hooks.get(name)
-            if hooks and total is not None and not copies:
-                total = hooks.accumulated(parameters[local], total)
-            if not copies and name in self.gradients and not self._same_gradient(total, self.gradients[name]):
-                return f"the gradient of {name} is not the sum of those that its micro-batches give"
-        return None
-
-    # Of both
-
-    def _module(self, call: str) -> nn.Module:
-        """A copy of a stage with the parameters and buffers of before the step."""
-        module = copy.deepcopy(self.compiled.stage(call))
-        with torch.no_grad():
-            for local, tensor in named_state(module):
-                name = self._users(call, local)
-                if name in self.numbers:
-                    tensor.copy_(self.numbers[name])
-        return module
-
-    def _users(self, call: str, local: str) -> str:
-        name = f"{call}.{local}" if call == LOSS else self.compiled.remap_qualname(f"{call}.{local}")
-        return self.compiled.qualnames.canonical.get(name, name)
-
-    def _parameter_names(self, call: str) -> dict[str, str]:
-        return {local: self._users(call, local) for local, _ in self.compiled.stage(call).named_parameters()}
-
-    def _same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        """Whether two gradients of a parameter are equal but for rounding. One that should be 0 is rounding alone."""
-        apart = Apart.of(one, other)
-        return apart.off <= self.floor * max(apart.size, self.largest / 10)
-
-    def _alike(self, one: Any, other: Any) -> bool:
-        """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
-        mine, theirs = list(_flat(one)), list(_flat(other))
-        if len(mine) != len(theirs):
-            return not any(map(_matters, [*mine, *theirs])) if not (mine and theirs) else False
-        return all(self._same(each, its) for each, its in zip(mine, theirs))
+            return self._same(whole, torch.cat(list(parts), next(dims, 0)))
+        except RuntimeError:  # their other dimensions differ
+            return False
 
     def _same(self, one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return Apart.of(one, other).share <= self.floor
-        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-            number, tensor = (other, one) if isinstance(one, torch.Tensor) else (one, other)
-            return not _matters(tensor) if number is None else bool((tensor == number).all())
-        return one is None or other is None or one == other
+        """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
+        held, others = children(one), children(other)
+        if held is not None or others is not None:
+            return all(self._same(*pair) for pair in zip_longest(held or (), others or ()))
+        compared = all(each is None or isinstance(each, torch.Tensor) for each in (one, other))
+        return not compared or Apart.of(one, other).share <= self.floor
 
 
 def by_place(differences: Sequence[Difference]) -> Origin:
-    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference."""
-    wrong = [each for each in differences if each.kind == "gradient" and each.stage]
-    if wrong:
-        last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
-        return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
+    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference. A
+    parameter of several stages is added up in the first of them."""
+    wrong = [replace(each, stage=each.stage.partition(", ")[0]) for each in differences if each.kind == "gradient"]
+    last = max(wrong, key=lambda each: stage_index(each.stage) or 0, default=None)
+    if last is not None and last.stage:
+        return Origin(last.stage, f"the last stage whose gradient differs, that of {last.name}")
     worst = differences[0]
-    what = {
-        "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
-        "parameter": f"its update of {worst.name} differs, although the gradient is right",
-    }
-    if worst.why and worst.kind == "parameter":
-        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
-    return Origin(
-        worst.stage,
-        what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
-    )
+    if worst.kind == "buffer":
+        what = f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch"
+    elif worst.kind == "parameter":
+        of_copy = f"{worst.why} of {worst.name} is unlike the first"
+        what = of_copy if worst.why else f"its update of {worst.name} differs, although the gradient is right"
+    else:
+        what = "the merged outputs of its micro-batches are not what the plain model returns"
+    return Origin(worst.stage, what)
 
 
-def _of(work: Work) -> str:
-    return "the loss: " if work.call == LOSS else ""
+def _copied(compiled: Compiled, call: str, numbers: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A copy of a stage that has these numbers, which are by the user's names."""
+    module = copy.deepcopy(compiled.stage(call))
+    with torch.no_grad():
+        for local, tensor in named_state(module):
+            name = f"{call}.{local}" if call == LOSS else compiled.remap_qualname(f"{call}.{local}")
+            number = numbers.get(compiled.qualnames.canonical.get(name, name))
+            if number is not None:
+                tensor.copy_(number)
+    return module
 
 
-def _items(given: Any) -> list[Any]:
-    """The gradients of a call's outputs, one for each."""
-    return list(given) if isinstance(given, list) else [given]
-
-
-def _flat(tree: Any) -> Iterator[Any]:
-    return leaves(tree)
-
-
-def _matters(each: Any) -> bool:
-    return isinstance(each, torch.Tensor) and bool(each.count_nonzero())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two values have the same numbers, to the bit."""
-    pairs = zip(leaves(one), leaves(other))
-    return all(
-        not Apart.of(mine, its).off
-        for mine, its in pairs
-        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor)
-    )
-
-
-def _wanting(value: Any, gradient: Any) -> Any:
-    """A value whose tensors require a gradient where ``gradient`` has one."""
-    if isinstance(value, torch.Tensor):
-        wants = gradient is not None and value.is_floating_point()
-        return value.detach().requires_grad_(wants)
-    held = children(value)
-    if held is None or gradient is None:
-        return value
-    return with_children(value, [_wanting(item, item_gradient) for item, item_gradient in zip(held, gradient)])
+def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, into which a stage may write, and which gets a gradient of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
