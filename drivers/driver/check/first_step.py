@@ -33,8 +33,7 @@ from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, R
 from pippy.drivers.driver.check.differences import Difference
 from pippy.drivers.driver.check.disagreement import disagreement, stages_with
 from pippy.drivers.driver.check.edits import edited
-from pippy.drivers.driver.check.lost_in_tracing import where_lost
-from pippy.drivers.driver.check.origin import by_place
+from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps

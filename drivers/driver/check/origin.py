@@ -1,14 +1,22 @@
-"""Where a difference begins: the stages run once more in this process, call by call, beside what the workers noted.
+"""Where a difference begins.
+
+`OriginSearch` runs the stages once more in this process, call by call, beside what the workers noted:
 
     each call, in the order of the graph    1 it took what the calls before it gave?   2 from that, it gave the same as here?
     each forward, with all rows at once     3 it gives the same as for micro-batches?
 
 The first "no" is where the difference begins. If question 3 has it, no worker is wrong: such a stage mixes rows, or counts
-them, so that micro-batches do not give what the plain model computes. Without a "no", the place of the gradients tells.
+them, so that micro-batches do not give what the plain model computes. Without a "no", `by_place` looks at the gradients.
+
+`where_lost` compares the stages with the model, where tracing has lost something: the calls of the modules that both have.
+
+    the model      first ──▶ second ──────▶ third       what a module takes and gives, and the gradients that it gets
+    the stages     first ──▶ second ──▶ ? ─▶ third      the first that takes something else is behind what was lost
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
@@ -20,15 +28,17 @@ from torch import nn
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
+from pippy.drivers.compare.digest import digest
 from pippy.drivers.driver.check.differences import Apart, Difference
-from pippy.drivers.driver.check.witness import whole_input
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
-from pippy.ir.base.trees import children, map_tensors
+from pippy.ir.base.trees import children, map_tensors, tensors
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
+from pippy.ir.reference import run_reference
 from pippy.ir.run.stage_backward import add_gradients, weighted
 from pippy.ir.run.stage_run import StageRun, run_backward, run_stage
 
@@ -144,14 +154,14 @@ class OriginSearch:
             here.note(work, microbatch, seen.gives)
             return None
         taken, takes = here.taken(work, microbatch), seen.takes if isinstance(seen.takes, list) else [seen.takes]
-        wrong = [name for name, mine, its in zip(work.takes, taken, takes) if not self._same(mine, its)]
+        wrong = [name for name, mine, its in zip(work.takes, taken, takes) if not _same(mine, its, self.floor)]
         if wrong and work.phase == "B":
             return f"the gradients that it got for micro-batch {microbatch} are not what was given for it"
         if wrong:
             makers = (stage_name(each.stage) for each in self.forwards if wrong[0] in each.gives)
             return f"micro-batch {microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
         gives = zip(work.gives, here.given(work, microbatch, taken), seen.gives, strict=True)
-        if all(name is None or self._same(mine, its) for name, mine, its in gives):
+        if all(name is None or _same(mine, its, self.floor) for name, mine, its in gives):
             return None
         if work.phase == "B":
             return f"from the same gradients, it gives others for micro-batch {microbatch} than here"
@@ -175,23 +185,16 @@ class OriginSearch:
         held = children(whole)
         if held is not None:
             return all(self._join(each, item) for *each, item in zip(*(children(each) or () for each in parts), held))
-        if not isinstance(whole, torch.Tensor) or all(self._same(whole, each) for each in parts):
+        if not isinstance(whole, torch.Tensor) or all(_same(whole, each, self.floor) for each in parts):
             return True
         if all(each.shape == whole.shape for each in parts):
-            return self._same(whole, sum(weight * each for weight, each in zip(self.weights, parts) if weight))
+            total = sum(weight * each for weight, each in zip(self.weights, parts) if weight)
+            return _same(whole, total, self.floor)
         dims = (dim for dim, (one, other) in enumerate(zip(whole.shape, parts[0].shape)) if one != other)
         try:
-            return self._same(whole, torch.cat(list(parts), next(dims, 0)))
+            return _same(whole, torch.cat(list(parts), next(dims, 0)), self.floor)
         except RuntimeError:  # their other dimensions differ
             return False
-
-    def _same(self, one: Any, other: Any) -> bool:
-        """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
-        held, others = children(one), children(other)
-        if held is not None or others is not None:
-            return all(self._same(*pair) for pair in zip_longest(held or (), others or ()))
-        compared = all(each is None or isinstance(each, torch.Tensor) for each in (one, other))
-        return not compared or Apart.of(one, other).share <= self.floor
 
 
 def by_place(differences: Sequence[Difference]) -> Origin:
@@ -210,6 +213,87 @@ def by_place(differences: Sequence[Difference]) -> Origin:
     else:
         what = "the merged outputs of its micro-batches are not what the plain model returns"
     return Origin(worst.stage, what)
+
+
+@dataclass
+class _Call:
+    """One call of a module: digests of what it takes and gives, and of the gradients of what it gives."""
+
+    takes: list[torch.Tensor]
+    gives: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor | None]
+
+
+def where_lost(witness: Witness, division: Division, floor: float) -> Origin | None:
+    """Where the stages lose what the model computes for these rows, which are one micro-batch; None if that cannot be seen."""
+    compiled = witness.compiled
+    modules = {id(module): (stage, name, module) for stage, name, module in _called(compiled)}
+    found = [each for _, _, each in modules.values()]
+    try:
+        plain = _calls(found, lambda: witness.step(division, HowWitnessed()))
+        inputs = {name: division.take(name, 0) for name in division.arguments}
+        with witness.aside(hooks=True):
+            stages = _calls(found, lambda: run_reference(compiled, inputs))
+    except Exception:  # an error that explains another one must not hide it
+        return None
+    before = ""
+    for key, call in stages.items():
+        stage, name, module = modules[key[0]]
+        wanted = plain.get(key)
+        shown = f"{name!r} ({type(module).__name__})"
+        if wanted is None or not _same(wanted.takes, call.takes, floor):
+            behind = f", behind {before}" if before else ""
+            return Origin(stage, f"what {shown} takes is not what it takes in the model{behind}")
+        if not _same(wanted.gives, call.gives, floor):
+            return Origin(stage, f"from the same inputs, {shown} gives something else than in the model")
+        before = shown
+    for key, call in reversed(stages.items()):
+        stage, name, module = modules[key[0]]
+        if not _same(plain[key].gradients, call.gradients, floor):
+            return Origin(stage, f"the gradient that reaches {name!r} ({type(module).__name__}) is not the model's")
+    return None
+
+
+def _called(compiled: Compiled) -> Iterator[tuple[str, str, nn.Module]]:
+    """The modules that stages call: the stage, the user's name, the module."""
+    for stage, module in compiled.stages():
+        for node in module.graph.find_nodes(op="call_module") if hasattr(module, "graph") else ():
+            name = compiled.remap_qualname(f"{stage}.{node.target}")
+            yield stage, name, module.get_submodule(str(node.target))
+
+
+def _calls(modules: Sequence[nn.Module], run: Callable[[], Any]) -> dict[tuple[int, int], _Call]:
+    """What calls of these modules take and give while something runs, in their order, by the id of the module and the number
+    of the call."""
+    calls: dict[tuple[int, int], _Call] = {}
+    counts: Counter[int] = Counter()
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        taken, given = list(tensors((args, kwargs))), list(tensors(output))
+        call = calls[id(module), counts[id(module)]] = _Call(
+            [*map(digest, taken)], [*map(digest, given)], dict.fromkeys(range(len(given)))
+        )
+        counts[id(module)] += 1
+        for at, each in enumerate(given):
+            if each.requires_grad:
+                each.register_hook(lambda gradient, at=at: call.gradients.update({at: digest(gradient)}))
+
+    handles = [each.register_forward_hook(note, with_kwargs=True) for each in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _same(one: Any, other: Any, floor: float) -> bool:
+    """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
+    held, others = children(one), children(other)
+    if held is not None or others is not None:
+        return all(_same(*pair, floor) for pair in zip_longest(held or (), others or ()))
+    compared = all(each is None or isinstance(each, torch.Tensor) for each in (one, other))
+    return not compared or Apart.of(one, other).share <= floor
 
 
 def _copied(compiled: Compiled, call: str, numbers: Mapping[str, torch.Tensor]) -> nn.Module:
