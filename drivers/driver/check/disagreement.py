@@ -32,10 +32,10 @@ def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: RowComparis
     else:
         text += f"The losses of the micro-batches add up as {kind}, but these do not: "
     others = [each for each in comparison.differences if each.kind != "loss"]
-    return text.rstrip() + f"\n{lines_of(compiled, placed, others)}\n" if others else text
+    return text.rstrip() + f"\n{lines_of(placed, others)}\n" if others else text
 
 
-def lines_of(compiled: Compiled, placed: PlacedPipe, differences: Sequence[Difference]) -> str:
+def lines_of(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
     """The worst differences, a line each."""
     lines = [
         f"  {each.kind} of {_user_name(placed, each)}: off by {each.off:.2g} of its size"

@@ -32,10 +32,9 @@ from pippy.drivers.driver.check.checked import Budget, Checked
 from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison, Unlike
 from pippy.drivers.driver.check.differences import Difference
 from pippy.drivers.driver.check.disagreement import disagreement, stages_with
-from pippy.drivers.driver.check.edits import edited
 from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, places_of
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.whole_step import RunWhole, WholeStep
 from pippy.drivers.driver.check.witness import Witness
@@ -211,7 +210,7 @@ class FirstStep:
         sets = self._compared_sets(WholeRows(division), with_padding)  # raises, and says what to do
         if self.comparisons.draws(sets[0]):
             return None
-        raise MicrobatchError(whole.said(self.compiled, self.trials.placed))
+        raise MicrobatchError(whole.said(self.trials.placed))
 
     @property
     def _device(self) -> torch.device:

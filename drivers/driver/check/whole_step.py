@@ -15,7 +15,6 @@ from pippy.drivers.driver.check.trial_steps import BufferPlaces
 from pippy.drivers.driver.check.witness import HowWitnessed, WitnessStep, turned_numbers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.ir.record.compiled import Compiled
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class WholeStep:
         """The differences, the worst first."""
         return self.right.differences(self.numbers)
 
-    def said(self, compiled: Compiled, placed: PlacedPipe) -> str:
+    def said(self, placed: PlacedPipe) -> str:
         """The error for a step of which only the run on the workers is wrong."""
         return (
             "the step was run by the plain model and, as a trial, by the workers. Numbers differ by more than rounding, "
             "though they agree when the same micro-batches are run all forwards first:\n"
-            f"{lines_of(compiled, placed, self.differences)}\n"
+            f"{lines_of(placed, self.differences)}\n"
             "This is a fault of a worker, of what is sent, or of pippy: please report it"
         )
 
