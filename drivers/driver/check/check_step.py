@@ -286,7 +286,7 @@ class StepCheck:
         if any(each.kind != "parameter" for each in differences) and self.division.slices == 1:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
-            search = OriginSearch(self.compiled, self.division, weights, seen, before, floor)
+            search = OriginSearch(self.driver.pipe, self.division, weights, seen, before, floor)
             with untouched_random_state():
                 origin = search.find()
             if origin is not None:

@@ -18,8 +18,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -36,11 +35,12 @@ from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
 from pippy.ir.base.trees import children, map_tensors, tensors
+from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import map_nodes
-from pippy.ir.reference import run_reference
-from pippy.ir.run.stage_backward import add_gradients, weighted
-from pippy.ir.run.stage_run import StageRun, run_backward, run_stage
+from pippy.ir.reference import run_microbatches, run_reference
+from pippy.ir.run.copies import follow_owners
+
+Calls = dict[tuple[str, str, int], SeenCall]  # by the phase, the call and the micro-batch
 
 _MIXES = "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
 _LOSS_MIXES = "the loss of all rows is not the weighted sum of the losses of micro-batches"
@@ -59,124 +59,95 @@ class Origin:
         return f"{self.stage}{where}: {self.what}"
 
 
-class _Here:
-    """The stages, run in this process. ``inputs`` gives an input of the model for a micro-batch; ``numbers`` are those of
-    before the step, and ``weights`` those of the losses. ``values`` has what calls gave, by name and micro-batch."""
-
-    def __init__(
-        self,
-        compiled: Compiled,
-        inputs: Callable[[str, int], Any],
-        numbers: Mapping[str, torch.Tensor],
-        weights: Sequence[float],
-    ) -> None:
-        self.inputs, self.weights = inputs, weights
-        self.nodes = {str(each.target): each for each in compiled.split_gm.graph.find_nodes(op="call_module")}
-        self.modules = {name: _copied(compiled, name, numbers) for name in self.nodes}
-        self.values: dict[tuple[str, int], Any] = {}
-        self.runs: dict[tuple[str, int], StageRun] = {}
-
-    def taken(self, work: Work, microbatch: int) -> list[Any]:
-        """What a call is to take: values, or the gradients of its outputs."""
-        return [self._taken(each, microbatch, work.phase) for each in work.takes]
-
-    def _taken(self, each: Any, microbatch: int, phase: str) -> Any:
-        if phase == "F":
-            key = each, microbatch
-            return self.values[key] if key in self.values else self.inputs(*key)
-        if isinstance(each, tuple):
-            return reduce(add_gradients, [self.values[name, microbatch] for name in each], None)
-        return weighted(each, self.weights[microbatch])
-
-    def given(self, work: Work, microbatch: int, taken: Sequence[Any]) -> Sequence[Any]:
-        """What a call gives, which is run."""
-        key, module = (work.call, microbatch), self.modules[work.call]
-        gives: Sequence[Any]
-        if work.phase == "F":
-            leaves = [map_tensors(_own_leaf, value) for value in taken]
-            numbers = iter(leaves)
-            output = run_stage(work.call, module, map_nodes(lambda _: next(numbers), self.nodes[work.call].args))
-            self.runs[key] = StageRun(output, tuple(leaves))
-            gives = [output] if len(work.gives) == 1 else list(output)
-        else:
-            gives = run_backward(work.call, module, self.runs.pop(key), taken if len(taken) > 1 else taken[0])
-        self.note(work, microbatch, gives)
-        return gives
-
-    def note(self, work: Work, microbatch: int, gives: Sequence[Any]) -> None:
-        """Other calls take what this one gave."""
-        self.values |= {(name, microbatch): value for name, value in zip(work.gives, gives) if name is not None}
-
-
 class OriginSearch:
     """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, and ``numbers`` the
     parameters and buffers before it. Numbers are the same if they differ by less than ``floor``."""
 
     def __init__(
         self,
-        compiled: Compiled,
+        pipe: Pipe,
         division: Division,
         weights: Sequence[float],
         seen: Sequence[SeenCall],
         numbers: Mapping[str, torch.Tensor],
         floor: float,
     ) -> None:
-        self.compiled, self.division, self.weights, self.floor = compiled, division, weights, floor
+        self.pipe, self.division, self.weights, self.numbers, self.floor = pipe, division, weights, numbers, floor
         self.seen = {(each.phase, each.call, each.microbatch): each for each in seen}
-        self.numbers, phases = numbers, {each.phase for each in seen}
-        every = RemoteInterpreter(compiled).run_until(lambda node: node.op == "output")
-        self.works = [each for each in every if each.phase in phases]
-        self.forwards = [each for each in self.works if each.phase == "F"]
+        self.works = RemoteInterpreter(compiled_of(pipe)).run_until(lambda node: node.op == "output")
 
     def find(self) -> Origin | None:
         """Where the difference begins; None if no call is wrong."""
-        with alike(), torch.set_grad_enabled(len(self.works) > len(self.forwards)):
+        with alike(), torch.set_grad_enabled(any(phase == "B" for phase, _, _ in self.seen)):
             try:
                 return self._of_worker() or self._of_rows()
-            except (StageError, DriverError, KeyError):  # it cannot be seen here, and that must not hide the difference
+            except (StageError, DriverError):  # it cannot be seen here, and that must not hide the difference
                 return None
+
+    def _calls(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> Calls:
+        """What calls take and give in this process, with the numbers of before the step."""
+        pipe, calls, counts = copy.deepcopy(self.pipe), Calls(), Counter[tuple[str, str]]()
+        with torch.no_grad():
+            for name, tensor in named_state(pipe):
+                if name in self.numbers:
+                    tensor.copy_(self.numbers[name])
+        follow_owners(compiled_of(pipe).copies())
+
+        def note(phase: str, call: str, takes: Any, gives: Any) -> Any:
+            key = phase, call, counts[phase, call]
+            counts[phase, call] += 1
+            if key in self.seen and self._is_of_all_rows(call):
+                return self.seen[key].gives if phase == "B" else gives
+            calls[key] = SeenCall(*key, *map_tensors(lambda each: each.detach().clone(), (takes, gives)))
+            return gives
+
+        run_microbatches(compiled_of(pipe), microbatches, weights, note)
+        return calls
+
+    def _is_of_all_rows(self, call: str) -> bool:
+        """Whether a call is a loss that workers compute once, over all micro-batches."""
+        return self.seen["F", call, 0].gives is None
 
     def _of_worker(self) -> Origin | None:
         """The first call that is wrong on its worker."""
-        here = _Here(self.compiled, self.division.take, self.numbers, self.weights)
-        for work in self.works:
-            for microbatch in range(self.division.chunks):
-                fault = self._fault(here, work, microbatch)
-                if fault is not None:
-                    return Origin(stage_name(work.stage), ("the loss: " if work.call == LOSS else "") + fault)
+        chunks = range(self.division.chunks)
+        inputs = [{name: self.division.take(name, each) for name in self.division.arguments} for each in chunks]
+        here = self._calls(inputs, self.weights)
+        for work, microbatch in product(self.works, chunks):
+            key = work.phase, work.call, microbatch
+            fault = self._fault(work, here[key], self.seen[key]) if key in here and key in self.seen else None
+            if fault is not None:
+                of = "the loss: " if work.call == LOSS else ""
+                return Origin(stage_name(work.stage), f"{of}{fault.format(microbatch=microbatch)}")
         return None
 
-    def _fault(self, here: _Here, work: Work, microbatch: int) -> str | None:
-        seen = self.seen.get((work.phase, work.call, microbatch))
-        if seen is None or seen.gives is None:
-            return None
-        if work.phase == "B" and (work.call, microbatch) not in here.runs:  # of a loss over all rows
-            here.note(work, microbatch, seen.gives)
-            return None
-        taken, takes = here.taken(work, microbatch), seen.takes if isinstance(seen.takes, list) else [seen.takes]
-        wrong = [name for name, mine, its in zip(work.takes, taken, takes) if not _same(mine, its, self.floor)]
+    def _fault(self, work: Work, here: SeenCall, seen: SeenCall) -> str | None:
+        taken = zip(work.takes, _items(here.takes), _items(seen.takes), strict=True)
+        wrong = [name for name, mine, its in taken if not _same(mine, its, self.floor)]
         if wrong and work.phase == "B":
-            return f"the gradients that it got for micro-batch {microbatch} are not what was given for it"
+            return "the gradients that it got for micro-batch {microbatch} are not what was given for it"
         if wrong:
-            makers = (stage_name(each.stage) for each in self.forwards if wrong[0] in each.gives)
-            return f"micro-batch {microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
-        gives = zip(work.gives, here.given(work, microbatch, taken), seen.gives, strict=True)
-        if all(name is None or _same(mine, its, self.floor) for name, mine, its in gives):
+            makers = (stage_name(each.stage) for each in self.works if each.phase == "F" and wrong[0] in each.gives)
+            return f"micro-batch {{microbatch}} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
+        given = zip(work.gives, _given(work, here), seen.gives, strict=True)
+        if all(name is None or _same(mine, its, self.floor) for name, mine, its in given):
             return None
         if work.phase == "B":
-            return f"from the same gradients, it gives others for micro-batch {microbatch} than here"
-        return f"on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
+            return "from the same gradients, it gives others for micro-batch {microbatch} than here"
+        return "on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
 
     @torch.no_grad()
     def _of_rows(self) -> Origin | None:
         """The first forward that computes something else for all rows at once."""
         if self.division.sizes is None or not self.division.is_cut:
             return None
-        whole = _Here(self.compiled, lambda name, _: whole_input(self.division, name), self.numbers, (1.0,))
-        for work in self.forwards:
+        whole = self._calls([{name: whole_input(self.division, name) for name in self.division.arguments}], (1.0,))
+        for work in self.works:
+            if (work.phase, work.call, 0) not in whole or self._is_of_all_rows(work.call):
+                continue
             calls = [self.seen["F", work.call, microbatch].gives for microbatch in range(self.division.chunks)]
-            gives = whole.given(work, 0, whole.taken(work, 0))
-            if None not in calls and not all(self._join(parts, its) for *parts, its in zip(*calls, gives)):
+            given = zip(*calls, _given(work, whole["F", work.call, 0]), strict=True)
+            if not all(self._join(parts, its) for *parts, its in given):
                 return Origin(stage_name(work.stage), _LOSS_MIXES if work.call == LOSS else _MIXES)
         return None
 
@@ -296,18 +267,11 @@ def _same(one: Any, other: Any, floor: float) -> bool:
     return not compared or Apart.of(one, other).share <= floor
 
 
-def _copied(compiled: Compiled, call: str, numbers: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy of a stage that has these numbers, which are by the user's names."""
-    module = copy.deepcopy(compiled.stage(call))
-    with torch.no_grad():
-        for local, tensor in named_state(module):
-            name = f"{call}.{local}" if call == LOSS else compiled.remap_qualname(f"{call}.{local}")
-            number = numbers.get(compiled.qualnames.canonical.get(name, name))
-            if number is not None:
-                tensor.copy_(number)
-    return module
+def _items(given: Any) -> list[Any]:
+    """What a call took: one item for each value, or for each output whose gradient it took."""
+    return given if isinstance(given, list) else [given]
 
 
-def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, into which a stage may write, and which gets a gradient of its own."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _given(work: Work, call: SeenCall) -> Sequence[Any]:
+    """What a call gave: one item for each output, or for each input."""
+    return call.gives if len(work.gives) > 1 or work.phase == "B" else [call.gives]
