@@ -20,8 +20,7 @@ from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.checked import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
-from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps
-from pippy.drivers.driver.check.whole_step import WholeTrial
+from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.steps.asked_outputs import asked_outputs
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
@@ -251,7 +250,7 @@ class StepRunner:
         division: Division,
         written: frozenset[str],
         follow: Collection[TensorLocation],
-    ) -> WholeTrial:
+    ) -> Tried:
         """The step as a trial, on rows that are in this process. What is put together by a spec of the user's is left out."""
         assert self.first_step is not None
         more = bool(self.results(call, None).merges) and self.settings.output_spec is None
@@ -268,7 +267,7 @@ class StepRunner:
         answers, digests, places, disagreeing = self.first_step.trials.of_step(steps, written, follow)
         running = RunningStep(self.session, results)
         running.accept(answers)
-        return WholeTrial({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
+        return Tried({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
 
     def call(
         self,

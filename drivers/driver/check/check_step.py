@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -54,10 +54,8 @@ class StepAside:
     seen: Sequence[SeenCall]
 
 
-class RunAside(Protocol):
-    """Runs a step of a driver that is undone. With ``see``, what its calls take and give is noted."""
-
-    def __call__(self, outputs: bool, see: bool) -> StepAside: ...
+# Runs a step of a driver that is undone: with outputs or not, and what its calls take and give noted or not.
+RunAside = Callable[[bool, bool], StepAside]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.compare.digest import digest
@@ -32,7 +31,6 @@ from pippy.drivers.driver.check.differences import Apart, Difference
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
-from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
 from pippy.ir.base.trees import children, map_tensors, tensors
 from pippy.ir.pipe import Pipe, compiled_of
@@ -81,7 +79,7 @@ class OriginSearch:
         with alike(), torch.set_grad_enabled(any(phase == "B" for phase, _, _ in self.seen)):
             try:
                 return self._of_worker() or self._of_rows()
-            except (StageError, DriverError):  # it cannot be seen here, and that must not hide the difference
+            except Exception:  # an error that explains a difference must not hide it
                 return None
 
     def _calls(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> Calls:
@@ -118,23 +116,23 @@ class OriginSearch:
             fault = self._fault(work, here[key], self.seen[key]) if key in here and key in self.seen else None
             if fault is not None:
                 of = "the loss: " if work.call == LOSS else ""
-                return Origin(stage_name(work.stage), f"{of}{fault.format(microbatch=microbatch)}")
+                return Origin(stage_name(work.stage), of + fault)
         return None
 
     def _fault(self, work: Work, here: SeenCall, seen: SeenCall) -> str | None:
         taken = zip(work.takes, _items(here.takes), _items(seen.takes), strict=True)
         wrong = [name for name, mine, its in taken if not _same(mine, its, self.floor)]
         if wrong and work.phase == "B":
-            return "the gradients that it got for micro-batch {microbatch} are not what was given for it"
+            return f"the gradients that it got for micro-batch {here.microbatch} are not what was given for it"
         if wrong:
             makers = (stage_name(each.stage) for each in self.works if each.phase == "F" and wrong[0] in each.gives)
-            return f"micro-batch {{microbatch}} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
+            return f"micro-batch {here.microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
         given = zip(work.gives, _given(work, here), seen.gives, strict=True)
         if all(name is None or _same(mine, its, self.floor) for name, mine, its in given):
             return None
         if work.phase == "B":
-            return "from the same gradients, it gives others for micro-batch {microbatch} than here"
-        return "on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
+            return f"from the same gradients, it gives others for micro-batch {here.microbatch} than here"
+        return f"on the same inputs, its outputs for micro-batch {here.microbatch} are not what it gives here"
 
     @torch.no_grad()
     def _of_rows(self) -> Origin | None:

@@ -39,17 +39,17 @@ BufferPlaces = Mapping[str, Collection[TensorLocation]]
 
 @dataclass(frozen=True)
 class Tried:
-    """The numbers of a trial: digests of gradients and of changed buffers, by the user's names, and the losses.
+    """The numbers of a trial: digests of gradients and of changed buffers, by the user's names, and the losses of a few rows.
 
     ``weights`` are those of the losses of micro-batches. ``disagreeing`` are the buffers of which micro-batches make different
     things, and ``places`` says where each buffer is. ``asked`` is what the model asked of numbers.
     """
 
-    losses: tuple[float, ...]
-    weights: tuple[float, ...]
     numbers: Mapping[ComparedKey, Any]
-    places: BufferPlaces = field(default_factory=dict)
-    disagreeing: frozenset[str] = frozenset()
+    weights: tuple[float, ...]
+    places: BufferPlaces
+    disagreeing: frozenset[str]
+    losses: tuple[float, ...] = ()
     asked: TrialNotes = field(default_factory=TrialNotes)
 
     @property
@@ -125,11 +125,11 @@ class TrialSteps:
         summed = torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights) if weight]).sum()
         numbers, places, disagreeing = self._numbers(answers, summed=not self.calls_hooks)
         return Tried(
-            tuple(float(each) for each in losses),
-            tuple(weights),
             {("loss", ""): summed, **numbers},
+            tuple(weights),
             places,
             disagreeing,
+            tuple(float(each) for each in losses),
             TrialNotes(
                 tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].result.asked.questions)),
                 tuple(each for rank in ranks for each in answers[rank].result.asked.chosen),

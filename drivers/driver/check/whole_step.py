@@ -1,9 +1,8 @@
 """A step of a driver, by its own program and on all of its rows, beside the same step of the witness."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
@@ -11,28 +10,13 @@ from pippy.drivers.driver.check.comparisons import Comparisons, Unlike
 from pippy.drivers.driver.check.differences import Comparison, Difference, Numbers
 from pippy.drivers.driver.check.disagreement import lines_of
 from pippy.drivers.driver.check.rows import WholeRows
-from pippy.drivers.driver.check.trial_steps import BufferPlaces
+from pippy.drivers.driver.check.trial_steps import Tried
 from pippy.drivers.driver.check.witness import HowWitnessed, WitnessStep, turned_numbers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.parameters import TensorLocation
 
-
-@dataclass(frozen=True)
-class WholeTrial:
-    """What a step gave as a trial: its numbers, the weights of its losses, and where its buffers are."""
-
-    numbers: Numbers
-    weights: tuple[float, ...]
-    places: BufferPlaces
-    disagreeing: frozenset[str]
-
-
-class RunWhole(Protocol):
-    """Runs a step of a driver as a trial, on these rows. ``written`` are the parameters that forward changes."""
-
-    def __call__(
-        self, division: Division, written: frozenset[str], follow: Collection[TensorLocation]
-    ) -> WholeTrial: ...
+# Runs a step of a driver as a trial, on these rows. The names are of parameters that forward changes; buffers are followed.
+RunWhole = Callable[[Division, frozenset[str], Collection[TensorLocation]], Tried]
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,7 @@ class WholeStep:
 
     right: Comparison
     numbers: Numbers
-    trial: WholeTrial
+    trial: Tried
 
     @classmethod
     def of(cls, comparisons: Comparisons, division: Division, run: RunWhole) -> "WholeStep":
@@ -71,7 +55,7 @@ class WholeStep:
         )
 
 
-def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, WholeTrial]:
+def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, Tried]:
     """The step of the witness, and of the workers. Where the model cannot run all rows at once, or they cannot be put together,
     it runs micro-batch after micro-batch, as one does without a pipeline."""
     witness, rows = comparisons.witness, WholeRows(division)
