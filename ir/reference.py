@@ -19,7 +19,7 @@ from pippy.ir.run.may_draw import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 
-Note = Callable[[str, str, Any, Any], Any]
+CallNote = Callable[[str, str, Any, Any], Any]
 
 
 def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def run_microbatches(
     compiled: Compiled,
     microbatches: Sequence[Mapping[str, Any]],
     weights: Sequence[float] | None = None,
-    note: Note = lambda phase, call, takes, gives: gives,
+    note: CallNote = lambda phase, call, takes, gives: gives,
 ) -> list[Any]:
     """Run several micro-batches and return the outputs of each. Their gradients add up.
 
@@ -67,7 +67,7 @@ def _outputs(compiled: Compiled, runs: Sequence["_Reference"]) -> list[Any]:
 class _Reference:
     """One run of the top-level graph: the values that later nodes read, and the leaves of each call, for its backward."""
 
-    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float, note: Note) -> None:
+    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float, note: CallNote) -> None:
         self.compiled, self.inputs, self.weight, self.note = compiled, inputs, weight, note
         self.trains = compiled.loss is not None and torch.is_grad_enabled()
         graph = compiled.split_gm.graph

@@ -29,8 +29,8 @@ from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.check_step import StepCheck, checked_model
-from pippy.drivers.driver.check.checked import Budget, Checked
-from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.check.comparisons import Budget
+from pippy.drivers.driver.check.report import Checked, CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import evaluating, loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path

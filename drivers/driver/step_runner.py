@@ -18,7 +18,7 @@ from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
-from pippy.drivers.driver.check.checked import Budget, room
+from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in

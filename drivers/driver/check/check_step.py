@@ -163,7 +163,6 @@ class StepCheck:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
         origin = self._origin(differences, step.weights, before, comparison.floor) if differences else None
-        origin = origin and self._named(origin)
         return CheckReport(
             self.division.chunks,
             tuple(differences),
@@ -280,19 +279,14 @@ class StepCheck:
         before: Mapping[str, torch.Tensor],
         floor: float,
     ) -> Origin:
-        """Where the differences begin."""
+        """Where the differences begin, and on which workers."""
+        origin = None
         if any(each.kind != "parameter" for each in differences) and self.division.slices == 1:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
-            search = OriginSearch(self.driver.pipe, self.division, weights, seen, before, floor)
             with untouched_random_state():
-                origin = search.find()
-            if origin is not None:
-                return origin
-        return by_place(differences)
-
-    def _named(self, origin: Origin) -> Origin:
-        """Add the names of the workers that hold the stage."""
+                origin = OriginSearch(self.driver.pipe, self.division, weights, seen, before, floor).find()
+        origin = origin or by_place(differences)
         workers = self.placed.workers_of(origin.stage) if origin.stage in self.placed.nodes else ()
         return replace(origin, workers=tuple(map(self._worker, workers)))
 

@@ -16,7 +16,7 @@ them, so that micro-batches do not give what the plain model computes. Without a
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from typing import Any
@@ -196,20 +196,17 @@ class _Call:
 def where_lost(witness: Witness, division: Division, floor: float) -> Origin | None:
     """Where the stages lose what the model computes for these rows, which are one micro-batch; None if that cannot be seen."""
     compiled = witness.compiled
-    modules = {id(module): (stage, name, module) for stage, name, module in _called(compiled)}
-    found = [each for _, _, each in modules.values()]
+    modules = {module: (stage, name) for stage, name, module in _called(compiled)}
     try:
-        plain = _calls(found, lambda: witness.step(division, HowWitnessed()))
+        plain = _calls(modules, lambda: witness.step(division, HowWitnessed()))
         inputs = {name: division.take(name, 0) for name in division.arguments}
         with witness.aside(hooks=True):
-            stages = _calls(found, lambda: run_reference(compiled, inputs))
+            stages = _calls(modules, lambda: run_reference(compiled, inputs))
     except Exception:  # an error that explains another one must not hide it
         return None
     before = ""
     for key, call in stages.items():
-        stage, name, module = modules[key[0]]
-        wanted = plain.get(key)
-        shown = f"{name!r} ({type(module).__name__})"
+        (stage, shown), wanted = modules[key[0]], plain.get(key)
         if wanted is None or not _same(wanted.takes, call.takes, floor):
             behind = f", behind {before}" if before else ""
             return Origin(stage, f"what {shown} takes is not what it takes in the model{behind}")
@@ -217,32 +214,31 @@ def where_lost(witness: Witness, division: Division, floor: float) -> Origin | N
             return Origin(stage, f"from the same inputs, {shown} gives something else than in the model")
         before = shown
     for key, call in reversed(stages.items()):
-        stage, name, module = modules[key[0]]
+        stage, shown = modules[key[0]]
         if not _same(plain[key].gradients, call.gradients, floor):
-            return Origin(stage, f"the gradient that reaches {name!r} ({type(module).__name__}) is not the model's")
+            return Origin(stage, f"the gradient that reaches {shown} is not the model's")
     return None
 
 
 def _called(compiled: Compiled) -> Iterator[tuple[str, str, nn.Module]]:
-    """The modules that stages call: the stage, the user's name, the module."""
+    """The modules that stages call: the stage, the user's name and the class, the module."""
     for stage, module in compiled.stages():
         for node in module.graph.find_nodes(op="call_module") if hasattr(module, "graph") else ():
-            name = compiled.remap_qualname(f"{stage}.{node.target}")
-            yield stage, name, module.get_submodule(str(node.target))
+            called, name = module.get_submodule(str(node.target)), compiled.remap_qualname(f"{stage}.{node.target}")
+            yield stage, f"{name!r} ({type(called).__name__})", called
 
 
-def _calls(modules: Sequence[nn.Module], run: Callable[[], Any]) -> dict[tuple[int, int], _Call]:
-    """What calls of these modules take and give while something runs, in their order, by the id of the module and the number
-    of the call."""
-    calls: dict[tuple[int, int], _Call] = {}
-    counts: Counter[int] = Counter()
+def _calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[tuple[nn.Module, int], _Call]:
+    """What calls of these modules take and give while something runs, in their order, by the module and the number of the
+    call."""
+    calls: dict[tuple[nn.Module, int], _Call] = {}
+    counts: Counter[nn.Module] = Counter()
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         taken, given = list(tensors((args, kwargs))), list(tensors(output))
-        call = calls[id(module), counts[id(module)]] = _Call(
-            [*map(digest, taken)], [*map(digest, given)], dict.fromkeys(range(len(given)))
-        )
-        counts[id(module)] += 1
+        call = _Call([*map(digest, taken)], [*map(digest, given)], dict.fromkeys(range(len(given))))
+        calls[module, counts[module]] = call
+        counts[module] += 1
         for at, each in enumerate(given):
             if each.requires_grad:
                 each.register_hook(lambda gradient, at=at: call.gradients.update({at: digest(gradient)}))
