@@ -19,25 +19,24 @@ from pippy.ir.run.may_draw import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 
+CallNote = Callable[[str, str, Any, Any], Any]
+
 
 def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:
     """Run a Pipe and return its outputs. Its backward runs too, if it has one and gradients are enabled."""
     return run_microbatches(compiled, [inputs])[0]
 
 
-NoteCall = Callable[[str, str, Any, Any], None]
-"""Notes a call: "F" or "B", the name of the call, what it takes, and what it gives."""
-
-
 def run_microbatches(
     compiled: Compiled,
     microbatches: Sequence[Mapping[str, Any]],
     weights: Sequence[float] | None = None,
-    note: NoteCall = lambda phase, call, takes, gives: None,
+    note: CallNote = lambda phase, call, takes, gives: gives,
 ) -> list[Any]:
     """Run several micro-batches and return the outputs of each. Their gradients add up.
 
-    ``weights`` are the weights of their losses. With the weight 0 a loss has no gradient, and may be NaN.
+    ``weights`` are the weights of their losses. With the weight 0 a loss has no gradient, and may be NaN. ``note`` is given the
+    phase of each call of a stage, "F" or "B", its name, and what it takes and gives. Others are given what ``note`` returns.
     """
     runs = [
         _Reference(compiled, inputs, 1.0 if weights is None else weights[index], note)
@@ -68,13 +67,7 @@ def _outputs(compiled: Compiled, runs: Sequence["_Reference"]) -> list[Any]:
 class _Reference:
     """One run of the top-level graph: the values that later nodes read, and the leaves of each call, for its backward."""
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        inputs: Mapping[str, Any],
-        weight: float = 1.0,
-        note: NoteCall = lambda phase, call, takes, gives: None,
-    ) -> None:
+    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float, note: CallNote) -> None:
         self.compiled, self.inputs, self.weight, self.note = compiled, inputs, weight, note
         self.trains = compiled.loss is not None and torch.is_grad_enabled()
         graph = compiled.split_gm.graph
@@ -116,18 +109,17 @@ class _Reference:
             before = input_versions(leaves, seen)
             outputs = run_stage(name, module, args)
             check_inputs(before, leaves, seen, name, module)
-        self.note("F", name, leaves, outputs)
         if node in self.with_backward:
             self.runs[node] = StageRun(outputs, tuple(leaves))
-        return outputs
+        return self.note("F", name, leaves, outputs)
 
     def _run_backward(self, node: fx.Node) -> Any:
         call = node.kwargs["stage_output"]
         assert isinstance(call, fx.Node)
         output_grads = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
-        run = self.runs.pop(call)
-        gradients = run_backward(str(call.target), self.compiled.stage(str(call.target)), run, output_grads)
-        self.note("B", str(call.target), output_grads, gradients)
+        run, name = self.runs.pop(call), str(call.target)
+        gradients = run_backward(name, self.compiled.stage(name), run, output_grads)
+        gradients = self.note("B", name, output_grads, gradients)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
             if value.op == "placeholder":
                 before = self.input_gradients.get(value.name)

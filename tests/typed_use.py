@@ -10,7 +10,7 @@ import pippy
 import pippy.errors
 from pippy import Cluster, Pipe, PipelineDriver, PipelineDriver1F1B, SplitPoint, cluster, pipe_split, pipeline
 from pippy.drivers.count.driver_memory import DriverMemory
-from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.driver.steps.results import RunningStep
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.plan import Program, Simulation, make_schedule, simulate

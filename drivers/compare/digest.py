@@ -56,25 +56,3 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     signs = torch.where(places // KEPT % 2 == 0, 1.0, -1.0)
     sums = torch.zeros(min(KEPT, tensor.numel()), dtype=torch.float64, device=values.device)
     return sums.index_add_(0, places % KEPT, values.reshape(-1) * signs)
-
-
-def size_of(found: torch.Tensor | None) -> float:
-    """The largest finite number of a digest; 0 for None, which stands for zeros."""
-    if found is None or not found.numel():
-        return 0.0
-    return max(map(abs, found.masked_fill(~found.isfinite(), 0).aminmax())).item()
-
-
-def distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The largest difference of two digests. None stands for zeros.
-
-    >>> distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])), distance(None, torch.tensor([3.0]))
-    (0.5, 3.0)
-    """
-    if one is None or other is None:
-        return size_of(one if other is None else other)
-    if one.shape != other.shape:
-        return float("inf")
-    off = (one.double() - other).abs_()
-    same = (one == other) | (one.isnan() & other.isnan())  # infinities, and what is no number in both
-    return float(off.nan_to_num_(float("inf")).masked_fill_(same, 0.0).max()) if off.numel() else 0.0

@@ -1,6 +1,8 @@
-"""Steps whose micro-batches come one by one from an iterator, as DeepSpeed's engine takes them."""
+"""Steps whose micro-batches come one by one from an iterator, as DeepSpeed's engine takes them, and evaluation mode for a
+while."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
@@ -8,6 +10,7 @@ from pippy.drivers.batch.items import RunCall, call_of_items
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.ir.base.trees import describe
+from pippy.ir.pipe import Pipe, follow_training_flags
 
 
 def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> RunCall:
@@ -40,3 +43,17 @@ def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
     return (
         {} if driver.compiled_pipe.loss_module is not None or driver.compiled_pipe.loss is None else {"outputs": False}
     )
+
+
+@contextmanager
+def evaluating(pipe: Pipe) -> Iterator[None]:
+    """Put all stages in evaluation mode inside; afterwards each module has its mode of before."""
+    follow_training_flags(pipe)
+    flags = {module: module.training for module in pipe.modules()}
+    pipe.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+        follow_training_flags(pipe)

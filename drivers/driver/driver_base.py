@@ -29,13 +29,12 @@ from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.check_step import StepCheck, checked_model
-from pippy.drivers.driver.check.checked import Budget, Checked
-from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.check.comparisons import Budget
+from pippy.drivers.driver.check.report import Checked, CheckReport
 from pippy.drivers.driver.data.sent_datasets import check_no_columns
-from pippy.drivers.driver.data_iterators import loss_alone, next_call
+from pippy.drivers.driver.data_iterators import evaluating, loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
-from pippy.drivers.driver.slicing import in_slices_of
-from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
+from pippy.drivers.driver.step_runner import StepRunner, StepSettings, in_slices_of, surroundings_of
 from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
     check_chunks,
@@ -45,9 +44,8 @@ from pippy.drivers.driver.steps.driver_arguments import (
     checked_out_of_order,
     chosen_workers,
 )
-from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
-from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.driver.steps.results import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster

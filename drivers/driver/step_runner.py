@@ -13,22 +13,19 @@ from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
 from pippy.drivers.batch.rows_apart import advising
-from pippy.drivers.batch.slices import SlicedCalls
+from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
-from pippy.drivers.driver.check.checked import Budget, room
+from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
-from pippy.drivers.driver.check.trial_bytes import TrialBytes
-from pippy.drivers.driver.check.trial_steps import TrialSteps
-from pippy.drivers.driver.check.whole_step import WholeTrial
+from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.steps.asked_outputs import asked_outputs
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
-from pippy.drivers.driver.steps.results import Results
-from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.driver.steps.results import Results, RunningStep
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.parameter_hooks import PlacedHooks
 from pippy.drivers.placement.replicas import RunningStatistics
@@ -39,7 +36,22 @@ from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
+from pippy.ir.base.brief import brief
+from pippy.ir.base.checked import check_count
 from pippy.ir.base.surroundings import Surroundings, refused_here
+from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.sliced import sliced
+
+_DIMENSIONS = "rows are along dimension 0, and sequences along dimension 1"
+_NOT_WITH_SLICES = {
+    "single_loss": "the loss over the whole mini-batch would need the outputs of all slices",
+    "chunk_spec": _DIMENSIONS,
+    "batch_dims": _DIMENSIONS,
+    "output_spec": "outputs are joined along the rows and the sequences",
+    "mask": "every micro-batch would be the whole mini-batch",
+    "compile": "stages with slices run eagerly",
+    "schedule": "it is not known how long each slice takes",
+}
 
 
 @dataclass
@@ -53,6 +65,36 @@ class StepSettings:
     single_loss: bool
     mask: bool
     timeout: float | None
+
+
+def in_slices_of(
+    pipe: Pipe, slices: Any, settings: StepSettings, compile: Any, auto: Any
+) -> tuple[Pipe, StepSettings, SlicedCalls | None]:
+    """The Pipe that a driver with ``slices`` runs, its settings, and what divides its calls.
+
+    Without slices these are those that are given, and None. ``auto`` is what chooses the schedule, if anything does.
+
+    >>> from torch import nn
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> settings = StepSettings(None, None, None, None, single_loss=False, mask=False, timeout=None)
+    >>> in_slices_of(pipe, 1, settings, compile=None, auto=None)[0] is pipe
+    True
+    >>> in_slices_of(pipe, 0, settings, compile=None, auto=None)
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: slices=0: give into how many slices each sequence is cut, 1 or more
+    """
+    check_count("slices", slices, "into how many slices each sequence is cut", DriverError)
+    if slices == 1:
+        return pipe, settings, None
+    given = {**vars(settings), "compile": compile, "schedule": auto and "auto"}
+    for name, why in _NOT_WITH_SLICES.items():
+        if given[name]:
+            raise DriverError(
+                f"slices={slices} and {name}={brief(given[name])} cannot be combined: {why}; leave one of them out"
+            )
+    calls = SlicedCalls(slices, compiled_of(pipe))
+    counts = calls.makes_loss and settings.loss_reduction is None
+    return sliced(pipe), replace(settings, loss_reduction=count_next_labels) if counts else settings, calls
 
 
 class StepRunner:
@@ -209,7 +251,7 @@ class StepRunner:
         division: Division,
         written: frozenset[str],
         follow: Collection[TensorLocation],
-    ) -> WholeTrial:
+    ) -> Tried:
         """The step as a trial, on rows that are in this process. What is put together by a spec of the user's is left out."""
         assert self.first_step is not None
         more = bool(self.results(call, None).merges) and self.settings.output_spec is None
@@ -226,7 +268,7 @@ class StepRunner:
         answers, digests, places, disagreeing = self.first_step.trials.of_step(steps, written, follow)
         running = RunningStep(self.session, results)
         running.accept(answers)
-        return WholeTrial({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
+        return Tried({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
 
     def call(
         self,

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -33,7 +33,6 @@ from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
     CHECKS,
     POSSIBLE,
-    Asked,
     Supposition,
     is_of_pippy,
     is_single,
@@ -42,16 +41,6 @@ from pippy.ir.trace.suppositions import (
     origin,
 )
 from pippy.ir.trace.tracing_thread import not_tracing
-from pippy.ir.trace.values import Values
-
-
-class RecordedValues(Protocol):
-    """A graph that was recorded, with what is known of its values, and what was asked."""
-
-    graph: fx.Graph
-    values: Values
-    asked_by_name: Asked
-
 
 Trace = Callable[[Call], Any]
 _WITH_COPIES = (int, float, complex, tuple, list, dict)  # classes of defaults that are not the only value equal to them

@@ -5,34 +5,40 @@ here        the plain model, with the workers' numbers: the step, and once more 
 compared    if there are differences, the workers do the step again and note what each call takes and gives
 """
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
-from pippy.drivers.driver.check.aside import aside
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
 from pippy.drivers.driver.check.disagreement import stage_of_call, stages_with
 from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
-from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
 from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.recovery.points import ControllerState
+from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import GiveState
 from pippy.drivers.protocol.steps import SeenCall
+from pippy.drivers.session.driver_commands import DriverCommands, GradientState
+from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.brief import brief
-from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
 from pippy.ir.record.nodes import is_getitem
@@ -48,10 +54,8 @@ class StepAside:
     seen: Sequence[SeenCall]
 
 
-class RunAside(Protocol):
-    """Runs a step of a driver that is undone. With ``see``, what its calls take and give is noted."""
-
-    def __call__(self, outputs: bool, see: bool) -> StepAside: ...
+# Runs a step of a driver that is undone: with outputs or not, and what its calls take and give noted or not.
+RunAside = Callable[[bool, bool], StepAside]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,48 @@ class _WorkersStep:
     numbers: Mapping[ComparedKey, Any]
     weights: Sequence[float]
     stale: Sequence[Difference]
+
+
+class PlainOptimizer:
+    """The step of a driver's optimizer as plain torch does it, for the plain model: a copy of a `PipelineOptimizer` as it is
+    now. Its state is fetched from the workers."""
+
+    def __init__(self, optimizer: PipelineOptimizer) -> None:
+        self.factory, self.master_dtype = optimizer.factory, optimizer.master_dtype
+        state = optimizer.state_dict()
+        self.groups: list[dict[str, Any]] = copy.deepcopy(state["param_groups"])
+        self.state: Mapping[str, Mapping[str, Any]] = state["state"]
+        self.names = [name for group in self.groups for name in group["params"]]
+
+    def step(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Update the parameters by their gradients, once; the state stays as it is."""
+        updated = {name: self._master(name, parameters[name]) for name in self.names}
+        optimizer = self.factory(
+            [{**group, "params": [updated[name] for name in group["params"]]} for group in self.groups]
+        )
+        for name in self.names:
+            state = {key: copy.deepcopy(value) for key, value in self.state.get(name, {}).items() if key != MASTER}
+            if state:
+                device = parameters[name].device
+                optimizer.state[updated[name]] = {
+                    key: value.to(device) if isinstance(value, torch.Tensor) and key != "step" else value
+                    for key, value in state.items()
+                }
+        optimizer.step()
+        with torch.no_grad():
+            for name in self.names:
+                if updated[name] is not parameters[name] and updated[name].grad is not None:
+                    parameters[name].copy_(updated[name])
+
+    def _master(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that torch's optimizer updates for a parameter: the parameter, or a copy of it with more bits."""
+        dtype = self.master_dtype
+        if dtype is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+            return parameter
+        master = self.state.get(name, {}).get(MASTER, parameter).detach().to(parameter.device, dtype, copy=True)
+        master.requires_grad_()
+        master.grad = None if parameter.grad is None else parameter.grad.to(dtype)
+        return master
 
 
 class StepCheck:
@@ -89,8 +135,7 @@ class StepCheck:
             for name in norms
             for buffer, _ in self.model.get_submodule(name).named_buffers()
         }
-        first = {id(each): name for name, each in [*named_state(driver.pipe)][::-1]}
-        self.names = [name for name in first.values() if self.placed.locations(name)][::-1]
+        self.names = [name for name in first_names(driver.pipe).values() if self.placed.locations(name)]
         self.parameters = [name for name, _ in driver.pipe.named_parameters() if self.placed.locations(name)]
 
     def report(self) -> CheckReport:
@@ -118,8 +163,7 @@ class StepCheck:
         if optimizers:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
-        origin = self._origin(differences, step.weights, before, numbers, comparison.floor) if differences else None
-        origin = origin and self._named(origin)
+        origin = self._origin(differences, step.weights, before, comparison.floor) if differences else None
         return CheckReport(
             self.division.chunks,
             tuple(differences),
@@ -234,25 +278,38 @@ class StepCheck:
         differences: Sequence[Difference],
         weights: Sequence[float],
         before: Mapping[str, torch.Tensor],
-        numbers: Mapping[ComparedKey, Any],
         floor: float,
     ) -> Origin:
-        """Where the differences begin."""
+        """Where the differences begin, and on which workers."""
+        origin = None
         if any(each.kind != "parameter" for each in differences) and self.division.slices == 1:
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
-            gradients = {name: numbers["gradient", name] for name in self.parameters if self.trains}
-            with untouched_random_state(), torch.set_grad_enabled(self.trains):
-                search = OriginSearch(self.driver.pipe, self.division, weights, seen, before, gradients, floor)
-                origin = search.find()
-            if origin is not None:
-                return origin
-        return by_place(differences)
-
-    def _named(self, origin: Origin) -> Origin:
-        """Add the names of the workers that hold the stage."""
+            with untouched_random_state():
+                origin = OriginSearch(self.driver.pipe, self.division, weights, seen, before, floor).find()
+        origin = origin or by_place(differences)
         workers = self.placed.workers_of(origin.stage) if origin.stage in self.placed.nodes else ()
         return replace(origin, workers=tuple(map(self._worker, workers)))
+
+
+@contextmanager
+def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
+    """A context for steps and updates. It begins without gradients; at its end the driver is as before."""
+    commands.call(dict.fromkeys(commands.workers, HoldState()))
+    before = ControllerState.current(commands, optimizers, None)
+    commands.gradients = GradientState.REDUCED
+    try:
+        yield
+    except BaseException as error:
+        commands.session.give_up(error)
+        raise
+    finally:
+        with first_waits():  # or some workers would have theirs again, and others not
+            try:
+                if not commands.session.broken:  # else `recover` goes back
+                    commands.call(dict.fromkeys(commands.workers, PutBackState()))
+            finally:
+                before.put_back()
 
 
 def result_numbers(result: Any) -> dict[ComparedKey, Any]:
@@ -273,8 +330,8 @@ def witness_of(driver: ModelOnWorkers, is_fresh: Callable[[], bool]) -> Witness 
     def numbers() -> Mapping[str, Any]:
         if is_fresh():
             return {}
-        first = {id(each): name for name, each in [*named_state(driver.pipe)][::-1]}
-        return driver.parameters.fetch(name for name in first.values() if driver.placed.locations(name))
+        names = first_names(driver.pipe).values()
+        return driver.parameters.fetch(name for name in names if driver.placed.locations(name))
 
     return Witness(model, loss_of(driver.pipe), driver.compiled_pipe, numbers)
 

@@ -1,15 +1,17 @@
-"""Compares the pipeline with its witness, on a few rows: as they are, and in two uneven micro-batches, cut in two places.
+"""Compares the pipeline with its witness, within a `Budget`: on a few rows, in two uneven micro-batches, cut in two places.
 
 the witness     the user's model on all of these rows    or, where no process holds it, the pipeline on all of them
 begun           two micro-batches
 by              two micro-batches                        with another reduction
 measured        the witness with rows turned             if differences may be rounding, or a buffer changes once in a step
 elsewhere       two other micro-batches                  as the first two may agree by chance
+
+`WholeStep` compares a step of a driver, by its own program and on all of its rows.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,20 +19,78 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.errors import ClusterError, DriverError
+from pippy.drivers.base.free_memory import free_bytes
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.compare.digest import digest
 from pippy.drivers.compare.tolerance import ACROSS, LEAST, floor_of
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.compare.wide import NARROW
-from pippy.drivers.driver.check.checked import Cost
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
-from pippy.drivers.driver.check.rows import TriedRows
+from pippy.drivers.driver.check.rows import TriedRows, WholeRows
 from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, TrialSteps, Tried
-from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, turned_numbers
+from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.worker.measure.live_storages import LiveStorages
+from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import PippyError
+
+SECONDS = 2.0
+_PART = 0.5  # of the free memory
+# Runs a step of a driver as a trial, on these rows. The names are of parameters that forward changes; buffers are followed.
+RunWhole = Callable[[Division, frozenset[str], Collection[TensorLocation]], Tried]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What so many rows have cost in the plain model: seconds, and the most bytes beside its parameters."""
+
+    rows: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long the plain model may run for a comparison, and by how much of the free memory. The fewest rows may take longer.
+
+    >>> Budget.of(True), Budget.of("full"), Budget.of(10), Budget.of(False)
+    (Budget(seconds=2.0), Budget(seconds=inf), Budget(seconds=10.0), None)
+    """
+
+    seconds: float = SECONDS
+
+    @classmethod
+    def of(cls, check: object) -> "Budget | None":
+        """The budget that the argument ``check`` of a driver gives; None if nothing is to be checked."""
+        if isinstance(check, bool):
+            return cls() if check else None
+        if check == "full":
+            return cls(math.inf)
+        if isinstance(check, (int, float)) and check > 0:
+            return cls(float(check))
+        raise DriverError(
+            f"check={brief(check)}: give True, a number of seconds for which the plain model may run, 'full' for all rows "
+            "however long they take, or False for no check"
+        )
+
+    def rows(self, cost: Cost, device: torch.device) -> float:
+        """How many rows fit, if they cost as these do.
+
+        >>> Budget(2.0).rows(Cost(rows=5, seconds=0.5, bytes=1), torch.device("cpu"))
+        20.0
+        """
+        return cost.rows * min(self.seconds / max(cost.seconds, 1e-9), room(device) / max(cost.bytes, 1))
+
+    def is_over_memory(self, cost: Cost | None, rows: int, device: torch.device) -> bool:
+        """Whether so many rows would take too much memory."""
+        return cost is not None and cost.bytes * rows > room(device) * cost.rows
+
+
+def room(device: torch.device) -> float:
+    """The bytes that the plain model may take on a device."""
+    return free_bytes(device) * _PART
 
 
 @dataclass(frozen=True)
@@ -66,12 +126,9 @@ class RowComparison:
         return float(self.right.plain["loss", ""])
 
     @property
-    def loss_differs(self) -> bool:
-        return any(each.kind == "loss" for each in self.differences)
-
-    @property
-    def buffers_differ(self) -> bool:
-        return any(each.kind == "buffer" for each in self.differences)
+    def kinds(self) -> frozenset[str]:
+        """The kinds of tensors that differ."""
+        return frozenset(each.kind for each in self.differences)
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -173,7 +230,7 @@ class Comparisons:
     def measured(self, comparison: RowComparison) -> RowComparison:
         """The comparison with measured rounding. Rounding is measured only if it may explain the differences."""
         off = Apart.of(comparison.right.plain["loss", ""], comparison.parts.numbers["loss", ""])
-        if comparison.agrees or (off.share > 1e-2 and not comparison.buffers_differ):
+        if comparison.agrees or (off.share > 1e-2 and "buffer" not in comparison.kinds):
             return comparison
         rows, reduction, parts = comparison.rows, comparison.reduction, comparison.parts
         if self.follows_more(comparison.differences, parts.places):
@@ -286,6 +343,54 @@ class Comparisons:
             dtypes = [torch.float32 if each in NARROW else each for each in dtypes]
         elsewhere = self.witness is not None and self.witness.device.type != self.trials.device_type
         return max(least, floor_of(*dtypes), ACROSS if elsewhere else 0.0)
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """The right numbers of a step with their tolerances, and the pipeline's."""
+
+    right: Comparison
+    numbers: Numbers
+    trial: Tried
+
+    @classmethod
+    def of(cls, comparisons: Comparisons, division: Division, run: RunWhole) -> "WholeStep":
+        """Run both. Raises `Unlike` if the plain model cannot run the step."""
+        witnessed, trial = _witnessed(comparisons, division, run)
+        plain, numbers = comparisons.beside(witnessed.numbers, trial.numbers)
+        floors = comparisons.floor(division, wide=False), comparisons.floor(division, wide=False, least=0.0)
+        whole = cls(Comparison(plain, {}, *floors), numbers, trial)
+        if not whole.differences:
+            return whole
+        assert comparisons.witness is not None
+        turned = turned_numbers(comparisons.witness, division, HowWitnessed())
+        return replace(whole, right=replace(whole.right, turned=turned))
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """The differences, the worst first."""
+        return self.right.differences(self.numbers)
+
+
+def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, Tried]:
+    """The step of the witness, and of the workers. Where the model cannot run all rows at once, or they cannot be put together,
+    it runs micro-batch after micro-batch, as one does without a pipeline."""
+    witness, rows = comparisons.witness, WholeRows(division)
+    assert witness is not None
+    found: WitnessStep | Exception
+    try:
+        found = witness.step(rows.divided(1), HowWitnessed())
+    except Exception as error:
+        found = error
+    written = frozenset[str]() if isinstance(found, Exception) else found.written
+    trial = run(division, written, comparisons.follow)
+    if not isinstance(found, Exception):
+        return found, trial
+    try:
+        return witness.step(division, HowWitnessed(weights=trial.weights)), trial
+    except Exception as error:
+        why = found if isinstance(found, DriverError) else f"{type(found).__name__}: {found}"
+        raise Unlike(f"the plain model cannot run this step: {why}") from error
 
 
 @contextmanager

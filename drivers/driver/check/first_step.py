@@ -28,17 +28,22 @@ from pippy.drivers.batch.divide_call import guarded_inputs
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.drivers.batch.loss_weights import reduction_of
 from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNotes
-from pippy.drivers.driver.check.checked import Budget, Checked
-from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison, Unlike
+from pippy.drivers.driver.check.comparisons import (
+    Budget,
+    Comparisons,
+    LossReduction,
+    RowComparison,
+    RunWhole,
+    Unlike,
+    WholeStep,
+)
 from pippy.drivers.driver.check.differences import Difference
-from pippy.drivers.driver.check.disagreement import disagreement, stages_with
-from pippy.drivers.driver.check.edits import edited
-from pippy.drivers.driver.check.lost_in_tracing import where_lost
-from pippy.drivers.driver.check.origin import by_place
+from pippy.drivers.driver.check.disagreement import disagreement, disagreement_of_workers, stages_with
+from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, places_of
+from pippy.drivers.driver.check.report import Checked
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
-from pippy.drivers.driver.check.whole_step import RunWhole, WholeStep
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.driver.steps.prepared_step import StepCall
 from pippy.drivers.protocol.steps import StepResult
@@ -212,7 +217,7 @@ class FirstStep:
         sets = self._compared_sets(WholeRows(division), with_padding)  # raises, and says what to do
         if self.comparisons.draws(sets[0]):
             return None
-        raise MicrobatchError(whole.said(self.compiled, self.trials.placed))
+        raise MicrobatchError(disagreement_of_workers(self.trials.placed, whole.differences))
 
     @property
     def _device(self) -> torch.device:
@@ -350,7 +355,7 @@ class FirstStep:
             return
         self._check_followed(wrong.rows)
         said = disagreement(self.compiled, self.trials.placed, wrong)
-        if all(each.kind == "buffer" for each in wrong.differences):
+        if wrong.kinds == {"buffer"}:
             raise MicrobatchError(said + _ADVICE_FOR_BUFFERS)
         candidate = self.remedies.reduction(sets, asked)
         if candidate is None and self.comparisons.draws(sets[0]):

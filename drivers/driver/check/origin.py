@@ -1,36 +1,47 @@
-"""Where a difference begins: what each call of a stage took and gave on its worker, beside the same step of a copy of the Pipe.
+"""Where a difference begins.
 
-    calls, forwards from the first stage,     1 it took what the other calls give?     2 it gave the same for that?
-    then backwards from the last              3 from all rows at once it gives the same?
+`OriginSearch` runs the stages once more in this process, call by call, beside what the workers noted:
 
-The first "no" is where the difference begins. If it answers question 3, no worker is wrong: such a stage mixes rows, or counts
-them, so that micro-batches do not give what the plain model computes.
+    each call, in the order of the graph    1 it took what the calls before it gave?   2 from that, it gave the same as here?
+    each forward, with all rows at once     3 it gives the same as for micro-batches?
+
+The first "no" is where the difference begins. If question 3 has it, no worker is wrong: such a stage mixes rows, or counts
+them, so that micro-batches do not give what the plain model computes. Without a "no", `by_place` looks at the gradients.
+
+`where_lost` compares the stages with the model, where tracing has lost something: the calls of the modules that both have.
+
+    the model      first ──▶ second ──────▶ third       what a module takes and gives, and the gradients that it gets
+    the stages     first ──▶ second ──▶ ? ─▶ third      the first that takes something else is behind what was lost
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
+from torch import nn
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
+from pippy.drivers.compare.digest import digest
 from pippy.drivers.driver.check.differences import Apart, Difference
-from pippy.drivers.driver.check.rows import WholeRows
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
-from pippy.ir.base.trees import leaves, map_tensors
+from pippy.ir.base.trees import children, map_tensors, tensors
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.reference import run_microbatches
-from pippy.ir.run.gradient_hooks import GradientHooks
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.reference import run_microbatches, run_reference
+from pippy.ir.run.copies import follow_owners
 
-_MIXED_LOSS = "the loss of all rows is not the weighted sum of the losses of micro-batches"
+Calls = dict[tuple[str, str, int], SeenCall]  # by the phase, the call and the micro-batch
+
 _MIXES = "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
-_Values = tuple[Sequence[Any], Sequence[Any]]
-"""What a call takes and gives: for each input, and for each output."""
+_LOSS_MIXES = "the loss of all rows is not the weighted sum of the losses of micro-batches"
 
 
 @dataclass(frozen=True)
@@ -46,202 +57,215 @@ class Origin:
         return f"{self.stage}{where}: {self.what}"
 
 
-class _Step:
-    """A step of a copy of a Pipe in this process: its calls, and the gradients that it leaves, by the user's names."""
-
-    def __init__(
-        self, pipe: Pipe, numbers: Mapping[str, torch.Tensor], division: Division, weights: Sequence[float] | None
-    ) -> None:
-        self.calls: dict[tuple[str, str], list[_Values]] = {}  # by phase and call, for each micro-batch
-        hooks = {name: GradientHooks.of(each) for name, each in pipe.named_parameters()}
-        pipe = copy.deepcopy(pipe)
-        parameters = dict(pipe.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_state(pipe):
-                if name in numbers:
-                    tensor.copy_(numbers[name])
-        for name, each in parameters.items():
-            each.grad = None
-            hooks[name].put_on(each)
-        inputs = [
-            {name: division.take(name, microbatch) for name in division.arguments}
-            for microbatch in range(division.chunks)
-        ]
-        run_microbatches(compiled_of(pipe), inputs, weights, self._note)
-        self.gradients = {name: each.grad for name, each in parameters.items()}
-
-    def _note(self, phase: str, call: str, takes: Any, gives: Any) -> None:
-        noted = map_tensors(lambda each: each.detach().clone(), (takes, gives))
-        self.calls.setdefault((phase, call), []).append((_items(noted[0]), _items(noted[1])))
-
-
 class OriginSearch:
-    """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, ``numbers`` the parameters
-    and buffers before it, and ``gradients`` those that it left."""
+    """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, and ``numbers`` the
+    parameters and buffers before it. Numbers are the same if they differ by less than ``floor``."""
 
     def __init__(
         self,
         pipe: Pipe,
         division: Division,
         weights: Sequence[float],
-        seen: Iterable[SeenCall],
+        seen: Sequence[SeenCall],
         numbers: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, Any],
         floor: float,
     ) -> None:
-        self.compiled, self.weights, self.floor = compiled_of(pipe), weights, floor
+        self.pipe, self.division, self.weights, self.numbers, self.floor = pipe, division, weights, numbers, floor
         self.seen = {(each.phase, each.call, each.microbatch): each for each in seen}
-        self.gradients = gradients
-        self.is_single = any(each.gives is None for each in self.seen.values())
-        self.largest = max((Apart.of(each, None).size for each in gradients.values() if each is not None), default=0.0)
-        with alike():
-            self.parts, self.whole = _Step(pipe, numbers, division, weights), None
-            if division.is_cut and division.sizes is not None:
-                with suppress(Exception):  # the model may take no other number of rows
-                    self.whole = _Step(pipe, numbers, WholeRows(division).divided(1), None)
+        self.works = RemoteInterpreter(compiled_of(pipe)).run_until(lambda node: node.op == "output")
 
     def find(self) -> Origin | None:
         """Where the difference begins; None if no call is wrong."""
-        works = RemoteInterpreter(self.compiled).run_until(lambda node: node.op == "output")
-        makers = {name: stage_name(each.stage) for each in works if each.phase == "F" for name in each.gives if name}
-        for work in works:
-            fault = self._fault(work, makers)
+        with alike(), torch.set_grad_enabled(any(phase == "B" for phase, _, _ in self.seen)):
+            try:
+                return self._of_worker() or self._of_rows()
+            except Exception:  # an error that explains a difference must not hide it
+                return None
+
+    def _calls(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> Calls:
+        """What calls take and give in this process, with the numbers of before the step."""
+        pipe, calls, counts = copy.deepcopy(self.pipe), Calls(), Counter[tuple[str, str]]()
+        with torch.no_grad():
+            for name, tensor in named_state(pipe):
+                if name in self.numbers:
+                    tensor.copy_(self.numbers[name])
+        follow_owners(compiled_of(pipe).copies())
+
+        def note(phase: str, call: str, takes: Any, gives: Any) -> Any:
+            key = phase, call, counts[phase, call]
+            counts[phase, call] += 1
+            if key in self.seen and self._is_of_all_rows(call):
+                return self.seen[key].gives if phase == "B" else gives
+            calls[key] = SeenCall(*key, *map_tensors(lambda each: each.detach().clone(), (takes, gives)))
+            return gives
+
+        run_microbatches(compiled_of(pipe), microbatches, weights, note)
+        return calls
+
+    def _is_of_all_rows(self, call: str) -> bool:
+        """Whether a call is a loss that workers compute once, over all micro-batches."""
+        return self.seen["F", call, 0].gives is None
+
+    def _of_worker(self) -> Origin | None:
+        """The first call that is wrong on its worker."""
+        chunks = range(self.division.chunks)
+        inputs = [{name: self.division.take(name, each) for name in self.division.arguments} for each in chunks]
+        here = self._calls(inputs, self.weights)
+        for work, microbatch in product(self.works, chunks):
+            key = work.phase, work.call, microbatch
+            fault = self._fault(work, here[key], self.seen[key]) if key in here and key in self.seen else None
             if fault is not None:
-                return Origin(stage_name(work.stage), fault)
+                of = "the loss: " if work.call == LOSS else ""
+                return Origin(stage_name(work.stage), of + fault)
         return None
 
-    def _fault(self, work: Work, makers: Mapping[str, str]) -> str | None:
-        of, backward = "the loss: " if work.call == LOSS else "", work.phase == "B"
-        for rows, (seen_takes, seen_gives), (takes, gives) in self._pairs(work):
-            for name, given, wanted in zip(work.takes, seen_takes, takes):
-                if not self._alike(given, wanted):
-                    if backward:
-                        return f"{of}the gradients that it got for {rows} are not what was given for it"
-                    return f"{of}{rows} got another value than {makers.get(name, 'the call')} gave: {name}"
-            if not all(map(self._alike, seen_gives, gives)):
-                if backward:
-                    return f"{of}from the same gradients, it gives others for {rows} than here"
-                return f"{of}on the same inputs, its outputs for {rows} are not what it gives here"
-        return self._mixed(work) or (self._wrong_gradient(work) if backward else None)
-
-    def _pairs(self, work: Work) -> Iterator[tuple[str, _Values, _Values]]:
-        """What a call took and gave on its worker, and here: for each micro-batch. Backward from one loss, for all rows."""
-        key = work.phase, work.call
-        seen = [self.seen.get((*key, microbatch)) for microbatch in range(len(self.parts.calls.get(key, [])))]
-        found = [
-            (_items(each.takes), _items(each.gives)) for each in seen if each is not None and each.gives is not None
-        ]
-        if len(found) < len(seen):
-            return
-        if not (self.is_single and work.phase == "B"):
-            yield from (
-                (f"micro-batch {at}", *pair) for at, pair in enumerate(zip(found, self.parts.calls.get(key, [])))
-            )
-        elif self.whole is not None and found:
-            (whole,) = self.whole.calls[key]
-            takes, gives = (
-                [_for_all_rows(each, like) for each, like in zip(zip(*its), likes)]
-                for its, likes in zip(zip(*found), whole)
-            )
-            yield "all rows", (takes, gives), whole
-
-    def _mixed(self, work: Work) -> str | None:
-        """The fault if a call is not the same for all rows at once; None if it is, or if that cannot be said."""
-        key, backward = (work.phase, work.call), work.phase == "B"
-        if self.whole is None or (self.is_single and (backward or work.call == LOSS)) or key not in self.parts.calls:
+    def _fault(self, work: Work, here: SeenCall, seen: SeenCall) -> str | None:
+        taken = zip(work.takes, _items(here.takes), _items(seen.takes), strict=True)
+        wrong = [name for name, mine, its in taken if not _same(mine, its, self.floor)]
+        if wrong and work.phase == "B":
+            return f"the gradients that it got for micro-batch {here.microbatch} are not what was given for it"
+        if wrong:
+            makers = (stage_name(each.stage) for each in self.works if each.phase == "F" and wrong[0] in each.gives)
+            return f"micro-batch {here.microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
+        given = zip(work.gives, _given(work, here), seen.gives, strict=True)
+        if all(name is None or _same(mine, its, self.floor) for name, mine, its in given):
             return None
-        weights = None if backward else self.weights
-        for given, wanted in zip(zip(*(gives for _, gives in self.parts.calls[key])), self.whole.calls[key][0][1]):
-            if not self._alike(_for_all_rows(given, wanted, weights), wanted):
-                if backward:
-                    return "from all rows at once its backward gives other gradients than from micro-batches"
-                return _MIXED_LOSS if work.call == LOSS else _MIXES
+        if work.phase == "B":
+            return f"from the same gradients, it gives others for micro-batch {here.microbatch} than here"
+        return f"on the same inputs, its outputs for micro-batch {here.microbatch} are not what it gives here"
+
+    @torch.no_grad()
+    def _of_rows(self) -> Origin | None:
+        """The first forward that computes something else for all rows at once."""
+        if self.division.sizes is None or not self.division.is_cut:
+            return None
+        whole = self._calls([{name: whole_input(self.division, name) for name in self.division.arguments}], (1.0,))
+        for work in self.works:
+            if (work.phase, work.call, 0) not in whole or self._is_of_all_rows(work.call):
+                continue
+            calls = [self.seen["F", work.call, microbatch].gives for microbatch in range(self.division.chunks)]
+            given = zip(*calls, _given(work, whole["F", work.call, 0]), strict=True)
+            if not all(self._join(parts, its) for *parts, its in given):
+                return Origin(stage_name(work.stage), _LOSS_MIXES if work.call == LOSS else _MIXES)
         return None
 
-    def _wrong_gradient(self, work: Work) -> str | None:
-        """The fault if a gradient of a parameter is wrong, of those that no earlier stage uses."""
-        for name in self._first_used(work.call) if not self.is_single else ():
-            mine = self.parts.gradients.get(name)
-            if name in self.gradients and not self._same_gradient(mine, self.gradients[name]):
-                return f"the gradient of {name} is not the sum of those that its micro-batches give"
-            if self.whole is not None and not self._same_gradient(mine, self.whole.gradients.get(name)):
-                return f"its backward of all rows at once gives {name} another gradient than the sum over micro-batches"
-        return None
-
-    def _first_used(self, call: str) -> list[str]:
-        """The parameters that a call uses, and no earlier call."""
-        calls = [str(node.target) for node in self.compiled.split_gm.graph.find_nodes(op="call_module")]
-        names = {
-            each: [self._users(each, local) for local, _ in self.compiled.stage(each).named_parameters()]
-            for each in calls
-        }
-        before = {name for each in calls[: calls.index(call)] for name in names[each]}
-        return [name for name in names[call] if name not in before]
-
-    def _users(self, call: str, local: str) -> str:
-        name = f"{call}.{local}" if call == LOSS else self.compiled.remap_qualname(f"{call}.{local}")
-        return self.compiled.qualnames.canonical.get(name, name)
-
-    def _same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        """Whether two gradients of a parameter are equal but for rounding. One that should be 0 is rounding alone."""
-        apart = Apart.of(one, other)
-        return apart.off <= self.floor * max(apart.size, self.largest / 10)
-
-    def _alike(self, one: Any, other: Any) -> bool:
-        """Whether two values are equal but for rounding. None, for a gradient that is not needed, is like any."""
-        return all(
-            Apart.of(mine, its).share <= self.floor
-            for mine, its in zip(leaves(one), leaves(other))
-            if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor)
-        )
+    def _join(self, parts: Sequence[Any], whole: Any) -> bool:
+        """Whether values of micro-batches make that of all rows: one after the other, added up by weights, or all alike."""
+        held = children(whole)
+        if held is not None:
+            return all(self._join(each, item) for *each, item in zip(*(children(each) or () for each in parts), held))
+        if not isinstance(whole, torch.Tensor) or all(_same(whole, each, self.floor) for each in parts):
+            return True
+        if all(each.shape == whole.shape for each in parts):
+            total = sum(weight * each for weight, each in zip(self.weights, parts) if weight)
+            return _same(whole, total, self.floor)
+        dims = (dim for dim, (one, other) in enumerate(zip(whole.shape, parts[0].shape)) if one != other)
+        try:
+            return _same(whole, torch.cat(list(parts), next(dims, 0)), self.floor)
+        except RuntimeError:  # their other dimensions differ
+            return False
 
 
 def by_place(differences: Sequence[Difference]) -> Origin:
-    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference."""
-    wrong = [each for each in differences if each.kind == "gradient" and each.stage]
-    if wrong:
-        last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
-        return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
+    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference. A
+    parameter of several stages is added up in the first of them."""
+    wrong = [replace(each, stage=each.stage.partition(", ")[0]) for each in differences if each.kind == "gradient"]
+    last = max(wrong, key=lambda each: stage_index(each.stage) or 0, default=None)
+    if last is not None and last.stage:
+        return Origin(last.stage, f"the last stage whose gradient differs, that of {last.name}")
     worst = differences[0]
-    if worst.why and worst.kind == "parameter":
-        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
-    what = {
-        "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
-        "parameter": f"its update of {worst.name} differs, although the gradient is right",
-    }
-    return Origin(
-        worst.stage,
-        what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
-    )
+    if worst.kind == "buffer":
+        what = f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch"
+    elif worst.kind == "parameter":
+        of_copy = f"{worst.why} of {worst.name} is unlike the first"
+        what = of_copy if worst.why else f"its update of {worst.name} differs, although the gradient is right"
+    else:
+        what = "the merged outputs of its micro-batches are not what the plain model returns"
+    return Origin(worst.stage, what)
+
+
+@dataclass
+class _Call:
+    """One call of a module: digests of what it takes and gives, and of the gradients of what it gives."""
+
+    takes: list[torch.Tensor]
+    gives: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor | None]
+
+
+def where_lost(witness: Witness, division: Division, floor: float) -> Origin | None:
+    """Where the stages lose what the model computes for these rows, which are one micro-batch; None if that cannot be seen."""
+    compiled = witness.compiled
+    modules = {module: (stage, name) for stage, name, module in _called(compiled)}
+    try:
+        plain = _calls(modules, lambda: witness.step(division, HowWitnessed()))
+        inputs = {name: division.take(name, 0) for name in division.arguments}
+        with witness.aside(hooks=True):
+            stages = _calls(modules, lambda: run_reference(compiled, inputs))
+    except Exception:  # an error that explains another one must not hide it
+        return None
+    before = ""
+    for key, call in stages.items():
+        (stage, shown), wanted = modules[key[0]], plain.get(key)
+        if wanted is None or not _same(wanted.takes, call.takes, floor):
+            behind = f", behind {before}" if before else ""
+            return Origin(stage, f"what {shown} takes is not what it takes in the model{behind}")
+        if not _same(wanted.gives, call.gives, floor):
+            return Origin(stage, f"from the same inputs, {shown} gives something else than in the model")
+        before = shown
+    for key, call in reversed(stages.items()):
+        stage, shown = modules[key[0]]
+        if not _same(plain[key].gradients, call.gradients, floor):
+            return Origin(stage, f"the gradient that reaches {shown} is not the model's")
+    return None
+
+
+def _called(compiled: Compiled) -> Iterator[tuple[str, str, nn.Module]]:
+    """The modules that stages call: the stage, the user's name and the class, the module."""
+    for stage, module in compiled.stages():
+        for node in module.graph.find_nodes(op="call_module") if hasattr(module, "graph") else ():
+            called, name = module.get_submodule(str(node.target)), compiled.remap_qualname(f"{stage}.{node.target}")
+            yield stage, f"{name!r} ({type(called).__name__})", called
+
+
+def _calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[tuple[nn.Module, int], _Call]:
+    """What calls of these modules take and give while something runs, in their order, by the module and the number of the
+    call."""
+    calls: dict[tuple[nn.Module, int], _Call] = {}
+    counts: Counter[nn.Module] = Counter()
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        taken, given = list(tensors((args, kwargs))), list(tensors(output))
+        call = _Call([*map(digest, taken)], [*map(digest, given)], dict.fromkeys(range(len(given))))
+        calls[module, counts[module]] = call
+        counts[module] += 1
+        for at, each in enumerate(given):
+            if each.requires_grad:
+                each.register_hook(lambda gradient, at=at: call.gradients.update({at: digest(gradient)}))
+
+    handles = [each.register_forward_hook(note, with_kwargs=True) for each in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _same(one: Any, other: Any, floor: float) -> bool:
+    """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
+    held, others = children(one), children(other)
+    if held is not None or others is not None:
+        return all(_same(*pair, floor) for pair in zip_longest(held or (), others or ()))
+    compared = all(each is None or isinstance(each, torch.Tensor) for each in (one, other))
+    return not compared or Apart.of(one, other).share <= floor
 
 
 def _items(given: Any) -> list[Any]:
-    """What a call takes or gives, for each input or output."""
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    """What a call took: one item for each value, or for each output whose gradient it took."""
+    return given if isinstance(given, list) else [given]
 
 
-def _for_all_rows(parts: Sequence[Any], like: Any, weights: Sequence[float] | None = None) -> list[Any]:
-    """The numbers for all rows, of those for micro-batches, as the leaves of ``like``. None stands for what cannot be said."""
-    return [_joined(each, its, weights) for its, *each in zip(leaves(like), *map(leaves, parts))]
-
-
-def _joined(parts: Sequence[Any], like: Any, weights: Sequence[float] | None) -> torch.Tensor | None:
-    """Rows joined; or, of what has none, the sum by ``weights``. None if that cannot be said.
-
-    >>> _joined([torch.ones(2, 1), torch.zeros(1, 1)], torch.ones(3, 1), (0.5, 0.5)).shape
-    torch.Size([3, 1])
-    >>> _joined([torch.tensor(4.0), torch.tensor(2.0)], torch.tensor(3.1), (0.5, 0.5))
-    tensor(3.)
-    """
-    if not all(isinstance(each, torch.Tensor) for each in (like, *parts)):
-        return None
-    if all(each.shape == like.shape for each in parts):
-        if weights is not None and all(torch.equal(each, parts[0]) for each in parts):
-            return parts[0]
-        pairs = zip(parts, weights or [1.0] * len(parts))
-        return torch.stack([each * by for each, by in pairs if by]).sum(0) if like.is_floating_point() else None
-    for dim in range(like.dim()):
-        rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (like, *parts)}
-        if len(rest) == 1 and sum(each.shape[dim] for each in parts) == like.shape[dim]:
-            return torch.cat(list(parts), dim)
-    return None
+def _given(work: Work, call: SeenCall) -> Sequence[Any]:
+    """What a call gave: one item for each output, or for each input."""
+    return call.gives if len(work.gives) > 1 or work.phase == "B" else [call.gives]

@@ -1,8 +1,8 @@
-"""What `driver.check` found: print it."""
+"""What the checks of a driver found, `driver.check` and the check of a first step: print it."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
@@ -69,6 +69,40 @@ class CheckReport:
         left = len(self.differences) - _SHOWN
         lines += [f"and {left} more"] if left > 0 else []
         return [*lines, f"begins in {self.begins}"] if self.begins is not None else lines
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check of a step has compared. Print it.
+
+    ``by_model`` says whether the plain model was the witness; else it was the pipeline as one micro-batch. Of the ``rows`` of
+    the mini-batch so many were ``tried``, in ``chunks`` micro-batches; if they were ``padded``, also with other numbers in them.
+    ``compared`` counts the tensors of each kind, and ``largest`` is the largest difference, relative to its tensor. A check whose
+    numbers are not finite is made again.
+
+    >>> print(Checked(True, 64, 64, 4, {"loss": 1, "gradient": 6}, 2e-7, seconds=0.1))
+    the first step is the plain model's: 64 of 64 rows in 4 micro-batches: the loss and 6 gradients; largest difference 2.0e-07; 0.10 s
+    """  # noqa: E501
+
+    by_model: bool
+    rows: int | None
+    tried: int | None
+    chunks: int
+    compared: Mapping[str, int] = field(default_factory=dict)
+    largest: float = 0.0
+    is_finite: bool = True
+    padded: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        who = "the plain model's" if self.by_model else "what the pipeline gives without micro-batches"
+        rows = "" if self.rows is None else f"{self.tried} of {self.rows} rows in "
+        padded = ", also with other targets" * self.padded
+        finite = "" if self.is_finite else "; some numbers are not finite, so the next step is compared, too"
+        return (
+            f"the first step is {who}: {rows}{count_with_noun(self.chunks, 'micro-batch')}{padded}: {counted(self.compared)}; "
+            f"largest difference {self.largest:.1e}{finite}; {self.seconds:.2f} s"
+        )
 
 
 def counted(compared: Mapping[str, int]) -> str:

@@ -1,23 +1,36 @@
-"""Sends trials to the workers of a driver: a few rows in some micro-batches, or the step itself. Nothing of them stays."""
+"""Sends trials to the workers of a driver: a few rows in some micro-batches, or the step itself. Nothing of them stays.
+
+`TrialBytes` counts what they take there, before they run.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pippy.drivers.batch.division import Division
+from pippy.drivers.compare.digest import bytes_of_digest
 from pippy.drivers.compare.trial_notes import TrialNotes
+from pippy.drivers.count.optimizer_bytes import CountedOptimizer
+from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.differences import ComparedKey
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows
 from pippy.drivers.driver.data.sent_datasets import SentDatasets
 from pippy.drivers.driver.steps.asked_outputs import values_to_return
 from pippy.drivers.driver.steps.programs import DriverPrograms
+from pippy.drivers.lowering.lower import lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.cost.held_bytes import peak_bytes
+from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
 from pippy.drivers.protocol.trials import RunTrial, TrialResult
 from pippy.drivers.session.driver_commands import DriverCommands, Hooks
-from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.base.names import LOSS, first_names, named_state
+from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.keyed_draws import RandomStep
 from pippy.ir.run.stage_backward import loss_inside
 
@@ -26,17 +39,17 @@ BufferPlaces = Mapping[str, Collection[TensorLocation]]
 
 @dataclass(frozen=True)
 class Tried:
-    """The numbers of a trial: digests of gradients and of changed buffers, by the user's names, and the losses.
+    """The numbers of a trial: digests of gradients and of changed buffers, by the user's names, and the losses of a few rows.
 
     ``weights`` are those of the losses of micro-batches. ``disagreeing`` are the buffers of which micro-batches make different
     things, and ``places`` says where each buffer is. ``asked`` is what the model asked of numbers.
     """
 
-    losses: tuple[float, ...]
-    weights: tuple[float, ...]
     numbers: Mapping[ComparedKey, Any]
-    places: BufferPlaces = field(default_factory=dict)
-    disagreeing: frozenset[str] = frozenset()
+    weights: tuple[float, ...]
+    places: BufferPlaces
+    disagreeing: frozenset[str]
+    losses: tuple[float, ...] = ()
     asked: TrialNotes = field(default_factory=TrialNotes)
 
     @property
@@ -112,11 +125,11 @@ class TrialSteps:
         summed = torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights) if weight]).sum()
         numbers, places, disagreeing = self._numbers(answers, summed=not self.calls_hooks)
         return Tried(
-            tuple(float(each) for each in losses),
-            tuple(weights),
             {("loss", ""): summed, **numbers},
+            tuple(weights),
             places,
             disagreeing,
+            tuple(float(each) for each in losses),
             TrialNotes(
                 tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].result.asked.questions)),
                 tuple(each for rank in ranks for each in answers[rank].result.asked.chosen),
@@ -167,9 +180,8 @@ class TrialSteps:
 
     def _names(self, owned: bool = False) -> dict[tuple[int, TensorLocation], str]:
         """The user's name of each parameter and buffer that a worker has. With ``owned``, of those that it adds up."""
-        first = {id(each): name for name, each in [*named_state(self.programs.pipe)][::-1]}
         where = self.placed.owned if owned else self.placed.locations
-        return {copy: name for name in first.values() for copy in where(name)}
+        return {copy: name for name in first_names(self.programs.pipe).values() for copy in where(name)}
 
     def _name(self, names: Mapping[tuple[int, TensorLocation], str], rank: int, place: TensorLocation) -> str:
         found = names.get((rank, place))
@@ -188,3 +200,58 @@ def _losses(packed: Any, seed: Any) -> list[torch.Tensor]:
 def _first_stages(placement: Any) -> list[int]:
     """A stage of each worker of a pipeline, in the order of the workers."""
     return [placement.stages_of(worker)[0] for worker in range(placement.workers)]
+
+
+class TrialBytes:
+    """Counts the bytes that each worker of a pipeline holds in a trial.
+
+    >>> from pippy.drivers.batch.divide import divide
+    >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.MSELoss())
+    >>> rows = divide({"input_1": torch.zeros(5, 4), "target": torch.zeros(5, 4)}, chunks=1)
+    >>> counted = TrialBytes(pipe, Placement((0, 1)), torch.device("cpu"))
+    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, (300, 1 << 20))
+    (True, False)
+    """
+
+    def __init__(self, pipe: Pipe, placement: Placement, device: torch.device) -> None:
+        self.pipe, self.placement, self.device = pipe, placement, device
+
+    def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
+        """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
+        sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+        order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
+        return self._with_digests(peak_bytes(lower(self.pipe, order).program, sizes))
+
+    def _with_digests(self, peaks: Sequence[int]) -> tuple[int, ...]:
+        """The most bytes that workers hold, with digests of all gradients."""
+        stages = [each for _, each in compiled_of(self.pipe).stages()]
+        digests = [sum(bytes_of_digest(each) for each in stage.parameters() if each.requires_grad) for stage in stages]
+        workers = self.placement.workers
+        return tuple(
+            peak + sum(digests[stage] for stage in self.placement.stages_of(worker % workers))
+            for worker, peak in enumerate(peaks)
+        )
+
+    def of_witness(self, division: Division, room: float) -> int:
+        """The most bytes that the plain model takes for a mini-batch in the script's process: its numbers thrice (those of the
+        workers, and two copies that are put back), gradients, and what a forward keeps; if ``room`` is less, for a few rows."""
+        state = sum(each.nbytes for _, each in named_state(self.pipe))
+        whole = 2 * state + sum(self.of(WholeRows(division).divided(1)))
+        with suppress(NoRows):
+            return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
+        return whole
+
+    def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
+        """Whether no worker holds more than its limit."""
+        return all(map(int.__le__, self.of(rows, optimizers), limits))
+
+    def of_first_step(
+        self, division: Division, optimizers: Sequence[CountedOptimizer], peaks: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The most bytes that each worker holds in the check before a first step, in which it holds at most these ``peaks``: of
+        a few rows, and of the step itself."""
+        whole = self._with_digests(peaks)
+        with suppress(NoRows):
+            few = self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
+            return tuple(map(max, whole, [*few, *[0] * len(whole)]))
+        return whole

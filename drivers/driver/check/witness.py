@@ -41,21 +41,14 @@ from pippy.ir.run.snapshot import Snapshot, snapshot_of_buffers
 from pippy.ir.run.stage_backward import loss_inside
 
 
-@dataclass(frozen=True)
-class PlainCall:
-    """The arguments of the plain model, and the target of the loss."""
-
-    arguments: BoundArguments
-    target: Any
-
-    @classmethod
-    def of(cls, compiled: Compiled, division: Division, value: Callable[[str], Any]) -> "PlainCall":
-        """Those of a mini-batch, or of a part of it. ``value`` gives that of an input, by its name in the Pipe."""
-        bound, target = call_signature(compiled).bind_partial(), compiled.target_name
-        given = {user: value(name) for user, name in division.names.items() if name != target}
-        given = {**compiled.concrete_args, **given}
-        bound.arguments = {name: given[name] for name in bound.signature.parameters if name in given}
-        return cls(bound, None if target is None else value(target))
+def _plain_call(compiled: Compiled, division: Division, value: Callable[[str], Any]) -> tuple[BoundArguments, Any]:
+    """The arguments of the plain model, and the target of the loss, for a mini-batch, or for a part of it. ``value`` gives that
+    of an input, by its name in the Pipe."""
+    bound, target = call_signature(compiled).bind_partial(), compiled.target_name
+    given = {user: value(name) for user, name in division.names.items() if name != target}
+    given = {**compiled.concrete_args, **given}
+    bound.arguments = {name: given[name] for name in bound.signature.parameters if name in given}
+    return bound, None if target is None else value(target)
 
 
 def whole_input(division: Division, name: str) -> Any:
@@ -243,19 +236,19 @@ class Witness:
 
     def _run(self, division: Division, how: HowWitnessed) -> dict[ComparedKey, Any]:
         if how.weights is None:
-            call = PlainCall.of(self.compiled, division, partial(whole_input, division))
-            loss, outputs = self._call(call, how.trains, 1.0)
+            call = _plain_call(self.compiled, division, partial(whole_input, division))
+            loss, outputs = self._call(*call, how.trains, 1.0)
             return ({} if loss is None else {("loss", ""): loss}) | named_outputs(outputs)
         losses = []
         for at, weight in enumerate(how.weights):
-            call = PlainCall.of(self.compiled, division, partial(division.take, microbatch=at))
-            losses.append(self._call(call, how.trains, weight)[0])
+            call = _plain_call(self.compiled, division, partial(division.take, microbatch=at))
+            losses.append(self._call(*call, how.trains, weight)[0])
         return {("loss", ""): torch.stack([each for each, weight in zip(losses, how.weights) if weight]).sum(0)}
 
-    def _call(self, call: PlainCall, trains: bool, weight: float) -> tuple[Any, Any]:
+    def _call(self, given: BoundArguments, target: Any, trains: bool, weight: float) -> tuple[Any, Any]:
         """Forward and backward: the loss, multiplied by its weight, and what the model returns."""
-        outputs = self.model(*call.arguments.args, **call.arguments.kwargs)
-        loss = self._loss(outputs, call.target)
+        outputs = self.model(*given.args, **given.kwargs)
+        loss = self._loss(outputs, target)
         if loss is None:
             return None, outputs
         if trains and weight and loss.requires_grad:

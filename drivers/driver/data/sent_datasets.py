@@ -14,7 +14,7 @@ from pippy.drivers.batch.columns import Column, DivisionOfColumns, LoadingRules,
 from pippy.drivers.batch.divide_call import guarded_inputs
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import weighing_inputs
-from pippy.drivers.driver.data.dataset_source import DatasetSource
+from pippy.drivers.driver.data.index_loader import DatasetSource
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
 from pippy.drivers.session.driver_commands import DriverCommands

@@ -131,7 +131,7 @@ def test_stage_whose_backward_mixes_rows_is_named(threads):
 
     report = PipelineDriver1F1B(pipe_of(Straight(None)), threads).check(3, *rows())
     assert {each.name for each in report.differences} == {"b.weight"}
-    assert report.begins.stage == "submod_1" and "its backward of all rows at once" in report.begins.what
+    assert report.begins.stage == "submod_1" and "gradient differs, that of b.weight" in report.begins.what
 
 
 def test_outputs_that_are_not_of_rows(threads):

@@ -25,7 +25,7 @@ from pippy import (
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.driver.check import comparisons
-from pippy.drivers.driver.check.checked import Cost
+from pippy.drivers.driver.check.comparisons import Cost
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.rows import TriedRows
 from pippy.drivers.driver.check.trial_steps import TrialSteps
@@ -777,7 +777,7 @@ def test_what_it_holds_is_counted(threads, monkeypatch):
 @pytest.mark.parametrize("room", [1 << 40, 0], ids=["all rows", "few rows"])
 def test_what_the_plain_model_holds_is_counted(threads, monkeypatch, room):
     """Without the numbers of the workers and a copy of its own, which are there around its steps."""
-    monkeypatch.setattr("pippy.drivers.driver.check.checked.free_bytes", lambda device: 2 * room)
+    monkeypatch.setattr("pippy.drivers.driver.check.comparisons.free_bytes", lambda device: 2 * room)
     live, inner = LiveStorages(), Witness.step
 
     def measuring(self, division, how):

@@ -12,17 +12,17 @@ pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 # What differs, where it begins, and what is said of it.
 ALL = {"loss", "output", "gradient"}
 FAULTS = {
-    faults.gradient_scaled: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.gradient_scaled: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
     faults.gradient_of_input_scaled: ({"gradient"}, "submod_1", "from the same gradients, it gives others"),
-    faults.microbatch_dropped: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.microbatch_dropped: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
     faults.buffer_updated_twice: ({"buffer"}, "submod_1", "its buffer rows differs after the step"),
     faults.weight_of_loss_wrong: ({"loss", "gradient"}, "submod_2", "is not the weighted sum of the losses"),
-    faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", "the gradient of shared is not the sum"),
+    faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", "whose gradient differs, that of shared"),
     faults.value_of_other_microbatch: (ALL, "submod_1", "got another value than submod_0 gave"),
     faults.gradient_of_other_microbatch: ({"gradient"}, "submod_1", "are not what was given for it"),
     faults.stale_parameters: (ALL, "submod_1", "on the same inputs, its outputs"),
     faults.other_rate: ({"parameter"}, "submod_1", "its update of second"),
-    faults.accumulated_twice: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.accumulated_twice: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
     faults.activation_rounded: (ALL, "submod_2", "got another value than submod_1 gave"),
     faults.copy_not_stored: (ALL | {"parameter"}, "submod_2", "on the same inputs, its outputs"),
 }

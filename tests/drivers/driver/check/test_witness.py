@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.driver.check.checked import Budget, Checked, Cost
-from pippy.drivers.driver.check.comparisons import Comparisons
+from pippy.drivers.driver.check.comparisons import Budget, Comparisons, Cost
 from pippy.drivers.driver.check.first_step import FirstStep
+from pippy.drivers.driver.check.report import Checked
 from pippy.ir.pipe import compiled_of, model_of
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -228,7 +228,7 @@ def test_a_budget_says_how_many_rows_are_compared(threads):
 
 def test_rows_that_do_not_fit_into_memory_are_not_run(threads, monkeypatch):
     cost, device = Cost(rows=5, seconds=0.1, bytes=1 << 20), torch.device("cpu")
-    monkeypatch.setattr("pippy.drivers.driver.check.checked.free_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr("pippy.drivers.driver.check.comparisons.free_bytes", lambda device: 4 << 20)
     assert Budget().rows(cost, device) == Budget(float("inf")).rows(cost, device) == 10
     assert Budget(seconds=0.15).rows(cost, device) == pytest.approx(7.5)
     assert Budget().is_over_memory(cost, 11, device) and not Budget().is_over_memory(cost, 10, device)
