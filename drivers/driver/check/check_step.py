@@ -58,15 +58,6 @@ class StepAside:
 RunAside = Callable[[bool, bool], StepAside]
 
 
-@dataclass(frozen=True)
-class _WorkersStep:
-    """A step on the workers: its numbers, the weights of its losses, and copies of parameters that differ from the first."""
-
-    numbers: Mapping[ComparedKey, Any]
-    weights: Sequence[float]
-    stale: Sequence[Difference]
-
-
 class PlainOptimizer:
     """The step of a driver's optimizer as plain torch does it, for the plain model: a copy of a `PipelineOptimizer` as it is
     now. Its state is fetched from the workers."""
@@ -152,18 +143,17 @@ class StepCheck:
             wanted = plain.step(rows.divided(1), how).numbers
             turned = turned_numbers(plain, self.division, how)
         try:
-            step = self._on_workers(optimizers, outputs=True)
+            numbers, weights, stale = self._on_workers(optimizers, outputs=True)
         except MicrobatchError as error:  # outputs that need a spec
             self.left_out.append(f"outputs, since {error}")
             wanted = {key: each for key, each in wanted.items() if key[0] != "output"}
-            step = self._on_workers(optimizers, outputs=False)
-        numbers, stale = step.numbers, step.stale
+            numbers, weights, stale = self._on_workers(optimizers, outputs=False)
         wanted = {key: each for key, each in wanted.items() if self._is_compared(key)}
         comparison = Comparison(wanted, turned, self._floor(plain))
         if optimizers:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
-        origin = self._origin(differences, step.weights, before, comparison.floor) if differences else None
+        origin = self._origin(differences, weights, before, comparison.floor) if differences else None
         return CheckReport(
             self.division.chunks,
             tuple(differences),
@@ -174,8 +164,11 @@ class StepCheck:
             tuple(self.left_out),
         )
 
-    def _on_workers(self, optimizers: Sequence[PlainOptimizer], outputs: bool) -> "_WorkersStep":
-        """Run the step and an update on the workers, and undo them."""
+    def _on_workers(
+        self, optimizers: Sequence[PlainOptimizer], outputs: bool
+    ) -> tuple[dict[ComparedKey, Any], Sequence[float], list[Difference]]:
+        """Run the step and an update on the workers, and undo them: the numbers, the weights of the losses, and copies of
+        parameters that differ from the first."""
         with aside(self.driver.commands, self.driver._optimizers):
             step = self.run(outputs, False)
             numbers, stale = self._numbers(step.result), self._stale_copies()
@@ -186,7 +179,7 @@ class StepCheck:
                 names = {name for each in optimizers for name in each.names}
                 after = self.driver.parameters.fetch(name for name in self.parameters if name in names)
                 numbers |= {("parameter", name): value for name, value in after.items()}
-        return _WorkersStep(numbers, step.weights, stale)
+        return numbers, step.weights, stale
 
     def _numbers(self, result: Any) -> dict[ComparedKey, Any]:
         """The tensors of a step to compare: what it returned, and the gradients and buffers that it left."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
+from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+from pippy.drivers.driver.check import origin
 from tests.drivers.driver.check import faults
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -72,3 +73,45 @@ def test_faults_are_found_under_any_schedule(threads, monkeypatch, fault, option
     report = PipelineDriver(pipe, threads, **options).check(3, *ROWS)
     _, stage, words = FAULTS[fault]
     assert report.begins.stage == stage and words in str(report)
+
+
+class Containers(nn.Module):
+    """Stages that give dicts and tuples: of rows, of one number, of a constant, and without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        given = {"x": x, "fixed": (x.detach() * 2, 3), "sum": self.first.weight.sum()}
+        pipe_split()
+        x, (fixed, three) = torch.tanh(self.second(given["x"])), given["fixed"]
+        given = {"x": x * fixed / three, "sum": given["sum"]}
+        pipe_split()
+        return self.last(given["x"]) * given["sum"]
+
+
+IN_CONTAINERS = [each for each in FAULTS if FAULTS[each][2].startswith(("got", "on the", "from the", "are not"))]
+
+
+@pytest.mark.parametrize("fault", [each for each in IN_CONTAINERS if each is not faults.copy_not_stored])
+def test_faults_are_found_where_stages_give_containers(threads, monkeypatch, fault):
+    def report():
+        return PipelineDriver1F1B(pipeline(Containers(), nn.CrossEntropyLoss()), threads, check=False).check(3, *ROWS)
+
+    assert report()
+    fault(monkeypatch)
+    found, (_, stage, words) = report(), FAULTS[fault]
+    assert found.begins.stage == stage and words in found.begins.what
+
+
+def test_an_error_in_the_search_does_not_hide_the_difference(threads, monkeypatch):
+    def raising(*args):
+        raise RuntimeError("the stages cannot run here")
+
+    monkeypatch.setattr(origin, "run_microbatches", raising)
+    faults.stale_parameters(monkeypatch)
+    report = checked(threads)
+    assert {each.kind for each in report.differences} == ALL
+    assert report.begins.what.startswith("the last stage whose gradient differs")
