@@ -1,6 +1,6 @@
 """The bytes that a trial takes on each worker, counted before it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -12,7 +12,7 @@ from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
-from pippy.drivers.plan.cost.held_bytes import peak_bytes
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.placement import Placement
 from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe, compiled_of
@@ -32,9 +32,15 @@ class TrialBytes:
     def __init__(self, pipe: Pipe, placement: Placement, device: torch.device) -> None:
         self.pipe, self.placement, self.device = pipe, placement, device
 
-    def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
-        """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
-        sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+    def of(
+        self,
+        rows: Division,
+        optimizers: Sequence[CountedOptimizer] = (),
+        limited: Callable[[PipeBytes], PipeBytes] = lambda sizes: sizes,
+    ) -> tuple[int, ...]:
+        """The most bytes that each worker holds for these rows as one micro-batch, of those that are ``limited``. As two
+        micro-batches they take no more."""
+        sizes = limited(count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False))
         order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
         return self._with_digests(peak_bytes(lower(self.pipe, order).program, sizes))
 
@@ -57,9 +63,15 @@ class TrialBytes:
             return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
         return whole
 
-    def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
-        """Whether no worker holds more than its limit."""
-        return all(map(int.__le__, self.of(rows, optimizers), limits))
+    def fit(
+        self,
+        rows: Division,
+        limits: Sequence[int],
+        optimizers: Sequence[CountedOptimizer] = (),
+        limited: Callable[[PipeBytes], PipeBytes] = lambda sizes: sizes,
+    ) -> bool:
+        """Whether no worker holds more than its limit of the bytes that are ``limited``."""
+        return all(map(int.__le__, self.of(rows, optimizers, limited), limits))
 
     def of_first_step(
         self, division: Division, optimizers: Sequence[CountedOptimizer], peaks: Sequence[int]
