@@ -276,8 +276,7 @@ class StepRunner:
         """Whether a trial with these rows keeps the limit of bytes."""
         if self._auto is None or not self._auto.counts_bytes:
             return True
-        limits, optimizers = self._auto.limits, [each.counted() for each in self.model._optimizers]
-        return self.trial_bytes.fit(rows, limits.of_bytes(self.placement), optimizers, limits.limited)
+        return self.trial_bytes.fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
 
     def witness_bytes(self, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""

@@ -1,11 +1,12 @@
 """The bytes that a trial takes on each worker, counted before it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
 from pippy.drivers.batch.division import Division
+from pippy.drivers.choice.given_limits import GivenLimits
 from pippy.drivers.compare.digest import bytes_of_digest
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
@@ -25,22 +26,21 @@ class TrialBytes:
     >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.MSELoss())
     >>> rows = divide({"input_1": torch.zeros(5, 4), "target": torch.zeros(5, 4)}, chunks=1)
     >>> counted = TrialBytes(pipe, Placement((0, 1)), torch.device("cpu"))
-    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, (300, 1 << 20))
+    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, GivenLimits([300, 1 << 20]))
     (True, False)
     """
 
     def __init__(self, pipe: Pipe, placement: Placement, device: torch.device) -> None:
         self.pipe, self.placement, self.device = pipe, placement, device
 
-    def of(
-        self,
-        rows: Division,
-        optimizers: Sequence[CountedOptimizer] = (),
-        limited: Callable[[PipeBytes], PipeBytes] = lambda sizes: sizes,
-    ) -> tuple[int, ...]:
-        """The most bytes that each worker holds for these rows as one micro-batch, of those that are ``limited``. As two
-        micro-batches they take no more."""
-        sizes = limited(count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False))
+    def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
+        """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
+        return self._peaks(self._sizes(rows, optimizers))
+
+    def _sizes(self, rows: Division, optimizers: Sequence[CountedOptimizer]) -> PipeBytes:
+        return count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+
+    def _peaks(self, sizes: PipeBytes) -> tuple[int, ...]:
         order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
         return self._with_digests(peak_bytes(lower(self.pipe, order).program, sizes))
 
@@ -63,15 +63,10 @@ class TrialBytes:
             return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
         return whole
 
-    def fit(
-        self,
-        rows: Division,
-        limits: Sequence[int],
-        optimizers: Sequence[CountedOptimizer] = (),
-        limited: Callable[[PipeBytes], PipeBytes] = lambda sizes: sizes,
-    ) -> bool:
-        """Whether no worker holds more than its limit of the bytes that are ``limited``."""
-        return all(map(int.__le__, self.of(rows, optimizers, limited), limits))
+    def fit(self, rows: Division, limits: GivenLimits, optimizers: Sequence[CountedOptimizer] = ()) -> bool:
+        """Whether no worker holds more bytes than its limit."""
+        peaks = self._peaks(limits.limited(self._sizes(rows, optimizers)))
+        return all(map(int.__le__, peaks, limits.of_bytes(self.placement)))
 
     def of_first_step(
         self, division: Division, optimizers: Sequence[CountedOptimizer], peaks: Sequence[int]
