@@ -2,17 +2,17 @@
 
 The steps that are measured are ordinary training steps. For each number of micro-batches:
 
-    1        a program with whole backwards; without memory=, how many bytes each stage keeps for its backward
+    1        a program with whole backwards
     2, 3     the same, recorded: the times of F and B of each stage, and of each transfer
     4        the same order with backwards in halves
     5, 6     the same, recorded: the times of I and W of each stage
     then     every schedule that fits the placement and the limits is simulated, and the best is run from now on
 
-Without memory=, 1F1B is measured, because it holds few activations. If it breaks the limits, an order that keeps them is
-measured instead. With memory=, all programs fit, from the first step on: bytes are counted before it, and again for larger
-shapes, and the order that is measured is the fastest by guessed costs. If a call then gives no number of micro-batches, two
-numbers that fit are measured, and then the best of all numbers runs. A step that fails is measured again, and so is one in
-which graphs of stages were recorded or compiled: that is no part of later steps.
+Without a limit of bytes, 1F1B is measured, because it holds few activations. If it holds more than max_live=, an order that
+does not is measured instead. With memory= or memory_limit=, all programs fit, from the first step on: bytes are counted before
+it, and again for larger shapes, and the order that is measured is the fastest by guessed costs. If a call then gives no number
+of micro-batches, two numbers that fit are measured, and then the best of all numbers runs. A step that fails is measured
+again, and so is one in which graphs of stages were recorded or compiled: that is no part of later steps.
 """
 
 import logging
@@ -58,17 +58,13 @@ class Auto:
     Traceback (most recent call last):
     pippy.drivers.base.errors.DriverError: max_live=-1: give how many stage-micro-batches each worker may hold, \
 one number or one for each worker
-    >>> Auto(memory_limit=-1)
-    Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: memory_limit=-1: give the bytes that the activations on each worker may take, \
-one number or one for each worker
     """
 
     def __init__(
         self, memory: Any = None, memory_limit: Any = None, max_live: Any = None, checkpoint: Checkpoint | None = None
     ) -> None:
         self.limits = GivenLimits(memory, memory_limit, max_live)
-        self.checkpoint = "never" if checkpoint is None and memory is None else checkpoint
+        self.checkpoint = checkpoint if checkpoint is not None or self.counts_bytes else "never"
         self._measured: dict[int, Measurements] = {}
         self._latest: Measurements | None = None
         self._by_rows: dict[int, _Counts] = {}
@@ -80,7 +76,7 @@ one number or one for each worker
     @property
     def counts_bytes(self) -> bool:
         """Whether it needs the edges of the Pipe, and the call that is to be run."""
-        return self.limits.memory is not None
+        return self.limits.bytes is not None
 
     @property
     def choice(self) -> Choice | None:
@@ -151,7 +147,7 @@ one number or one for each worker
             shapes=call.shapes,
             version=self._next_version(choice.chunks),
         )
-        _log.info("schedule='auto', memory=%r: %s", self.limits.memory, choice)
+        _log.info("schedule='auto', %s%r: %s", self.limits.option, self.limits.bytes, choice)
         return choice.chunks
 
     def _every_count(self, make: Make, call: DividedCall) -> Problem:
@@ -159,8 +155,8 @@ one number or one for each worker
 
     def _problem(self, plain: Program, call: DividedCall | None, chunks: Sequence[int]) -> Problem:
         """What is to be chosen for a call, cut into one of the numbers ``chunks``. ``plain`` has the placement."""
-        micro_batch = MicroBatch()  # until it is weighed
-        estimate = call.estimate if call is not None else lambda _: micro_batch
+        micro_batch = MicroBatch()
+        estimate = partial(self.limits.counted, call.estimate) if call is not None else lambda _: micro_batch
         return Problem(plain, estimate, tuple(chunks), self.limits.on(plain.placement), self.checkpoint)
 
     def _measurements_for(self, chunks: int, make: Make, call: DividedCall | None) -> Measurements:

@@ -1,4 +1,4 @@
-"""The programs of the steps that `schedule="auto"` measures: both keep the limits, as far as it is known what a stage holds."""
+"""The programs of the steps that `schedule="auto"` measures: both keep the limits."""
 
 from dataclasses import dataclass
 
@@ -31,24 +31,16 @@ def programs_that_fit(choice: Choice) -> MeasuredPrograms:
 
 
 def programs_within(problem: Problem) -> MeasuredPrograms:
-    """The program of the problem, or if that breaks a limit, an order of as many micro-batches as there is room for."""
+    """The program of the problem, or if it holds too many micro-batches, an order of as many as there is room for."""
     program, placement = problem.program, problem.program.placement
-    micro_batch = problem.micro_batch(program.chunks)
-    counts = live_counts(problem.limits, placement, program.chunks, micro_batch.sizes)
-    if counts is not None and not _fits(problem, Candidate(program, micro_batch), counts):
+    if problem.refusal(Candidate(program, problem.micro_batch(program.chunks))):
         program = make_schedule(
             "list",
             workers=program.workers,
             chunks=program.chunks,
             placement=placement,
-            checkpoint="never" if problem.checkpoint is None else problem.checkpoint,
-            memory=counts,
+            checkpoint=problem.checkpoint or "never",
+            memory=live_counts(problem.limits, placement, program.chunks),
             halves=False,
         )
     return MeasuredPrograms(program, in_halves(program))
-
-
-def _fits(problem: Problem, candidate: Candidate, counts: list[int]) -> bool:
-    if candidate.peak_bytes is None:
-        return all(peak <= count for peak, count in zip(candidate.peak_live, counts))
-    return not problem.refusal(candidate)

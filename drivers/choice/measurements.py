@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, replace
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.choice.divided_call import CallShapes
 from pippy.drivers.choice.given_limits import GivenLimits
-from pippy.drivers.choice.measured_programs import MeasuredPrograms, programs_within
-from pippy.drivers.plan.choice.candidate import MicroBatch
+from pippy.drivers.choice.measured_programs import MeasuredPrograms
 from pippy.drivers.plan.choice.choice import Choice
 from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.cost.costs import Costs
-from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.report.measured import measured_costs
@@ -20,16 +18,15 @@ from pippy.drivers.report.record import Recording
 
 @dataclass(frozen=True)
 class StepPurpose:
-    """The purpose of a step: the name of its program, and whether it is recorded, or measures the bytes that stages keep."""
+    """The purpose of a step: the name of its program, and whether it is recorded."""
 
     program: str
     record: bool = False
-    weigh: bool = False
 
 
 UNMEASURED = StepPurpose("")  # a step of any other schedule
 MEASURED_STEPS = (
-    StepPurpose("whole", weigh=True),
+    StepPurpose("whole"),
     StepPurpose("whole", record=True),
     StepPurpose("whole", record=True),
     StepPurpose("halves"),
@@ -43,10 +40,7 @@ Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives 
 
 @dataclass
 class Measurements:
-    """The measurements so far, and the choice once they are complete.
-
-    If bytes are not counted for the ``problem``, the first step weighs what the stages keep.
-    """
+    """The measurements so far, and the choice once they are complete."""
 
     problem: Problem
     limits: GivenLimits
@@ -74,27 +68,16 @@ class Measurements:
     @property
     def _purpose(self) -> StepPurpose:
         """The purpose of the next step that is measured."""
-        purpose = MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
-        if self.limits.memory is not None:
-            return replace(purpose, weigh=False)
-        by_weight = purpose.weigh and self.limits.activations.given is not None
-        return replace(purpose, program="first") if by_weight else purpose  # after it, another program may fit
+        return MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
 
     def begin(self, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
         """Begin to measure a step. Returns a function to call after sending, with what waits for the step."""
         if self.choice is not None:
             return lambda answers: None
-        purpose = self._purpose
         note = self.recording.begin(program, ranks, [str(rank) for rank in ranks])
 
-        def use_answers(results: Mapping[int, StepResult]) -> None:
-            if purpose.record:
-                note(results)
-            if purpose.weigh:
-                self._weighed({stage: each for rank in ranks for stage, each in (results[rank].kept or {}).items()})
-
         def sent(answers: Answers) -> None:
-            self.step_under_way = answers, use_answers
+            self.step_under_way = answers, note
 
         return sent
 
@@ -104,37 +87,28 @@ class Measurements:
             raise self.error
         if self.choice is not None or self.step_under_way is None:
             return
-        (answers, use_answers), self.step_under_way = self.step_under_way, None
+        (answers, note), self.step_under_way = self.step_under_way, None
         try:
             results = answers()
         except StepError:  # the caller of that step's result() gets the error
             return
-        if self._purpose.record and any(each.prepared for each in results.values()):
-            return  # its times are those of recording and compiling
+        if self._purpose.record:
+            if any(each.prepared for each in results.values()):
+                return  # its times are those of recording and compiling
+            note(results)
         self.done += 1
+        if self.done == len(MEASURED_STEPS):
+            self._choose()
+
+    def _choose(self) -> None:
+        self.costs = measured_costs(self.recording.steps)
+        problem = replace(self.problem, program=self.recording.steps[-1].program)  # which has the edges
         try:
-            use_answers(results)
-            if self.done == len(MEASURED_STEPS):
-                self.costs = measured_costs(self.recording.steps)
-                problem = replace(self.problem, program=self.recording.steps[-1].program)  # which has the edges
-                self.choice = self.limits.best(with_measured_costs(problem, self.costs))
-                self.recording = Recording()
+            self.choice = self.limits.best(with_measured_costs(problem, self.costs))
         except DriverError as error:
             self.error = error
             raise
-
-    def _weighed(self, kept: Mapping[int, tuple[int, int]]) -> None:
-        """Use the bytes that each stage keeps for its backward, and the part of them that are its inputs."""
-        program = self.problem.program
-        weights, inputs = zip(*(kept.get(stage, (0, 0)) for stage in range(program.stages)))
-        stages = [
-            StageBytes(kept=each, forward=each, deferred=each, repeating=own) for each, own in zip(weights, inputs)
-        ]
-        micro_batch = MicroBatch(sizes=PipeBytes(tuple(stages)))
-        self.problem = replace(self.problem, micro_batch=lambda _: micro_batch)
-        self.limits.check_weighed(weights, program.placement)
-        if self.limits.activations.given is not None:
-            self.programs = programs_within(self.problem)
+        self.recording = Recording()
 
 
 def with_measured_costs(problem: Problem, costs: Costs | Callable[[int], Costs]) -> Problem:

@@ -1,6 +1,6 @@
 """The drivers, one for each schedule that has a name of its own, and one for all others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
@@ -19,8 +19,8 @@ from pippy.ir.pipe import Pipe
 class PipelineDriver(PipelineDriverBase):
     """Runs a Pipe by any schedule: by name, as a program, or by the best one for the times of the first steps.
 
-    With ``schedule="auto"``, ``memory_limit`` are the bytes that the activations on each worker may take, and ``max_live``
-    is how many stage-micro-batches it may hold; both are one number, or one for each worker. See docs/schedules.md.
+    With ``schedule="auto"``, ``memory`` are the bytes that each worker may hold, ``memory_limit`` those of its activations
+    alone, and ``max_live`` is how many stage-micro-batches it may hold. See docs/schedules.md.
 
     All drivers are made and used alike:
 
@@ -53,7 +53,7 @@ class PipelineDriver(PipelineDriverBase):
         cluster: Cluster | None = None,
         *,
         schedule: str | Program = "1f1b",
-        memory_limit: int | Sequence[int] | None = None,
+        memory_limit: int | str | Sequence[int | str] | Mapping[int, int | str] | None = None,
         max_live: int | Sequence[int] | None = None,
         checkpoint: Checkpoint | None = None,
         **rest: Any,
@@ -66,10 +66,11 @@ class PipelineDriver(PipelineDriverBase):
                     f"memory={brief(memory)} and memory_limit={brief(memory_limit)} are both given, but memory= "
                     "already includes the activations that memory_limit= limits; leave memory_limit out"
                 )
-            if memory is not None and rest.get("out_of_order"):
+            name, limit = ("memory", memory) if memory_limit is None else ("memory_limit", memory_limit)
+            if limit is not None and rest.get("out_of_order"):
                 raise DriverError(
-                    f"memory={brief(memory)} and out_of_order={brief(rest['out_of_order'])} cannot be combined: "
-                    "memory= is counted for workers that run their instructions in order; leave one of them out"
+                    f"{name}={brief(limit)} and out_of_order={brief(rest['out_of_order'])} cannot be combined: what a worker "
+                    "holds is counted for one that runs its instructions in order; leave one of them out"
                 )
             self._auto = Auto(memory, memory_limit, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:

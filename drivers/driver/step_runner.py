@@ -199,7 +199,6 @@ class StepRunner:
             sent,
             results,
             record=record is not None or purpose.record,
-            weigh=purpose.weigh,
             count_memory=record is not None and record.memory,
             probe_outputs=unprobed not in self._probed and _can_probe(call, results),
             watch=self.first_step is not None and self.first_step.watches and call.trains,
@@ -307,7 +306,8 @@ class StepRunner:
 
     def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DividedCall:
         """What is to fit into the memory of the workers, and is counted if it was not."""
-        check_no_columns((args, kwargs), f"schedule={self.programs.schedule.schedule!r} with memory=")
+        assert self._auto is not None
+        check_no_columns((args, kwargs), f"schedule='auto' with {self._auto.limits.option}")
 
         def divided(chunks: int) -> Division:
             return self.divided(chunks, args, kwargs)
@@ -316,11 +316,10 @@ class StepRunner:
         return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states, self.placed.compile)
 
     def trial_fits(self, rows: Division) -> bool:
-        """Whether a trial with these rows stays within ``memory=``."""
+        """Whether a trial with these rows keeps the limit of bytes."""
         if self._auto is None or not self._auto.counts_bytes:
             return True
-        optimizers = [each.counted() for each in self.model._optimizers]
-        return self.trial_bytes.fit(rows, self._auto.limits.of_memory(self.placement), optimizers)
+        return self.trial_bytes.fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
 
     def witness_bytes(self, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""

@@ -35,12 +35,12 @@ class Step:
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
     change; ``hooks`` in the same way has the hooks of parameters. With ``reduce``, the gradients of replicated parameters are
     added up. With ``record``, the times of all instructions are recorded; with ``count_memory``, also the bytes
-    that are held. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the
-    loss is multiplied by it for the backward, and the gradients are divided by it at the end. With ``probe_outputs``, the
-    worker finds the returned values that have as many rows as a micro-batch by chance. ``random`` says of which step the
-    random numbers are; None if the worker goes on with its own. With ``weighed``, the worker computes ``weights``. With
-    ``alike``, random operations and batch norms give the same for every row. With ``see``, the worker notes what each call
-    takes and gives. With ``watch``, it notes what the model asks of numbers on the way to a mean.
+    that are held. With ``scale``, the loss is multiplied by it for the backward, and the gradients are divided by it at the
+    end. With ``probe_outputs``, the worker finds the returned values that have as many rows as a micro-batch by chance.
+    ``random`` says of which step the random numbers are; None if the worker goes on with its own. With ``weighed``, the
+    worker computes ``weights``. With ``alike``, random operations and batch norms give the same for every row. With ``see``,
+    the worker notes what each call takes and gives. With ``watch``, it notes what the model asks of numbers on the way to a
+    mean.
     """
 
     program: int
@@ -51,7 +51,6 @@ class Step:
     hooks: WorkerHooks | None = None
     reduce: bool = False
     record: bool = False
-    weigh: bool = False
     scale: float | None = None
     probe_outputs: bool = False
     count_memory: bool = False
@@ -135,10 +134,9 @@ class SeenCall:
 class StepResult:
     """What a worker gives back after a step: the returned values by name.
 
-    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one micro-
-    batch of each stage keeps, and those of its inputs alone, if the step measures them. ``nonfinite`` has the parameters whose
-    gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in them,
-    that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
+    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``nonfinite`` has the parameters
+    whose gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in
+    them, that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
     ``seen`` has what each call took and gave, if that is noted, and ``asked`` what the model asked of numbers. ``prepared``
     says that graphs of stages were recorded or compiled in the step.
     """
@@ -146,7 +144,6 @@ class StepResult:
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
-    kept: Mapping[int, tuple[int, int]] | None = None
     nonfinite: tuple[TensorLocation, ...] = ()
     by_chance: tuple[tuple[str, int], ...] = ()
     weights: tuple[float, ...] | None = None

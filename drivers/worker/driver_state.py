@@ -268,8 +268,7 @@ class DriverState:
         outputs = OutputProbe(executor.program.order, step.inputs) if step.probe_outputs else None
         seen = SeenCalls(executor.program.order, given_gradients) if step.see else None
         watch = Watch(step.inputs) if step.watch else None
-        kept = executor.saved_memory if step.weigh else None
-        watchers = (executor.recorder if step.record else None, kept, outputs, seen)
+        watchers = (executor.recorder if step.record else None, outputs, seen)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
         prepared = 0 if self.graphs is None else self.graphs.prepared
@@ -290,8 +289,6 @@ class DriverState:
         self.running, self.hooks_looked_at = None, self.hooks_looked_at or trial is None
         if self.graphs is not None and self.graphs.prepared != prepared:
             result = replace(result, prepared=True)
-        if kept is not None:
-            result = replace(result, kept=dict(kept.kept))
         if outputs is not None:
             result = replace(result, by_chance=tuple(outputs.by_chance))
         if seen is not None:

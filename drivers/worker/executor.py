@@ -16,7 +16,6 @@ from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.profiler import is_profiled, naming
 from pippy.drivers.worker.measure.recorder import Recorder
-from pippy.drivers.worker.measure.saved_memory import SavedMemory
 from pippy.drivers.worker.slices import SliceCaches
 from pippy.drivers.worker.step_context import StepContext, is_number
 from pippy.ir.base.names import LOSS
@@ -95,11 +94,6 @@ class Executor:
     def recorder(self) -> Recorder:
         """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.program.ranks, self.transport, self.device, self.copies)
-
-    @cached_property
-    def saved_memory(self) -> SavedMemory:
-        """Measures the bytes that stages keep for their backwards, in the steps that ask for it."""
-        return SavedMemory(self.program.order, [call.module for call in self.bound.calls.values()])
 
     def current(self) -> Instruction:
         """The instruction that runs now."""

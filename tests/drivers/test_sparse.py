@@ -17,7 +17,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError
-from pippy.drivers.worker.measure.saved_memory import ByteCounter
+from pippy.drivers.worker.measure.live_storages import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -391,14 +391,21 @@ def test_sparse_tensors_between_stages(threads, layout, given_by):
 
 def test_the_memory_of_sparse_tensors_is_measured(threads):
     x = with_zeros(8)
-    driver = PipelineDriver(pipeline(Matrix(torch.sparse_coo), F.mse_loss), threads, schedule="auto")
-    for _ in range(2):  # in one of them the workers measure what their stages keep
-        driver.run(4, x, torch.randn(8, 4))
+    pipe, target = pipeline(Matrix(torch.sparse_coo), F.mse_loss), torch.randn(8, 4)
+    driver = PipelineDriver(pipe, threads, schedule="auto", memory_limit="1GiB")
+    with pytest.raises(DriverError, match=r"(?s)cannot run with them:.*SparseTensorImpl.*leave memory_limit= out"):
+        driver.run(4, x, target)  # how many numbers are stored is not known without numbers
+    driver.close()
+    driver = PipelineDriver(pipe, threads, schedule="auto")
+    with driver.record(memory=True) as recording:
+        driver.run(4, x, target)
+    parameters = sum(each.nbytes for each in pipe.parameters())
+    assert sum(max(each.held[0]) for each in recording.steps[0].noted) > 2 * parameters + x.nbytes
     driver.close()
     for stored, rows in ((x.to_sparse(), 0), (x.to_sparse_csr(), 9)):
-        kept = ByteCounter([])
-        kept.add([stored, stored.detach()])
-        assert kept.bytes == 8 * (rows + (2 if rows else 3) * stored._nnz())
+        live = LiveStorages()
+        live.add([stored, stored.detach()])
+        assert live.bytes == 8 * (rows + (2 if rows else 3) * stored._nnz())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -164,7 +164,9 @@ class FirstStep:
             except Unlike as error:
                 reasons.append(str(error))
         if not sets and whole is None:
-            raise MicrobatchError(_NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into memory="))
+            raise MicrobatchError(
+                _NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into the limit of bytes")
+            )
         return self._said(loaded, sets, whole)
 
     def _loaded(self, division: Division, columns: Sequence[Column], run: RunWhole) -> Division:
@@ -301,7 +303,9 @@ class FirstStep:
                 continue
             if self.fits(rows.divided(1)):
                 return rows
-            reason = reason or f"{sum(rows.sizes)} rows as one micro-batch, and fewer, do not fit into memory="
+            reason = (
+                reason or f"{sum(rows.sizes)} rows as one micro-batch, and fewer, do not fit into the limit of bytes"
+            )
         raise Unlike(reason)
 
     def _asked(self, comparison: RowComparison) -> TrialNotes:

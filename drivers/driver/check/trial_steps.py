@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batch.division import Division
+from pippy.drivers.choice.given_limits import GivenLimits
 from pippy.drivers.compare.digest import bytes_of_digest
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
@@ -23,7 +24,7 @@ from pippy.drivers.driver.steps.programs import DriverPrograms
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import make_schedule
-from pippy.drivers.plan.cost.held_bytes import peak_bytes
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
@@ -209,7 +210,7 @@ class TrialBytes:
     >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.MSELoss())
     >>> rows = divide({"input_1": torch.zeros(5, 4), "target": torch.zeros(5, 4)}, chunks=1)
     >>> counted = TrialBytes(pipe, Placement((0, 1)), torch.device("cpu"))
-    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, (300, 1 << 20))
+    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, GivenLimits([300, 1 << 20]))
     (True, False)
     """
 
@@ -218,7 +219,12 @@ class TrialBytes:
 
     def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
         """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
-        sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+        return self._peaks(self._sizes(rows, optimizers))
+
+    def _sizes(self, rows: Division, optimizers: Sequence[CountedOptimizer]) -> PipeBytes:
+        return count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+
+    def _peaks(self, sizes: PipeBytes) -> tuple[int, ...]:
         order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
         return self._with_digests(peak_bytes(lower(self.pipe, order).program, sizes))
 
@@ -241,9 +247,10 @@ class TrialBytes:
             return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
         return whole
 
-    def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
-        """Whether no worker holds more than its limit."""
-        return all(map(int.__le__, self.of(rows, optimizers), limits))
+    def fit(self, rows: Division, limits: GivenLimits, optimizers: Sequence[CountedOptimizer] = ()) -> bool:
+        """Whether no worker holds more bytes than its limit."""
+        peaks = self._peaks(limits.limited(self._sizes(rows, optimizers)))
+        return all(map(int.__le__, peaks, limits.of_bytes(self.placement)))
 
     def of_first_step(
         self, division: Division, optimizers: Sequence[CountedOptimizer], peaks: Sequence[int]

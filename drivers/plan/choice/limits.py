@@ -8,9 +8,11 @@ from typing import ClassVar
 from pippy.drivers.plan.choice.byte_sizes import byte_text
 from pippy.drivers.plan.choice.candidate import Candidate
 from pippy.drivers.plan.cost.held_bytes import PipeBytes
+from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.language.placement import Placement
 
 _ANY = 2**31  # stage-micro-batches: more than any program has
+_NOT_COUNTED = "a limit of bytes needs the bytes of a micro-batch; give the problem sizes="
 
 
 @dataclass(frozen=True)
@@ -70,36 +72,27 @@ class LiveLimit(Limit):
         return self.most[worker]
 
 
-class ByteLimit(Limit):
-    """The most bytes, as far as it is known what a stage holds."""
+class MemoryLimit(Limit):
+    """The most bytes, of what is counted of a micro-batch."""
 
     noun = "bytes"
+    counts_inputs = True
 
     def held(self, candidate: Candidate) -> tuple[int, ...]:
-        return candidate.peak_bytes or (0,) * candidate.program.workers
+        if candidate.peak_bytes is None:
+            raise ArgumentError(_NOT_COUNTED)
+        return candidate.peak_bytes
 
     def text(self, held: int, most: int) -> str:
         return f"{byte_text(held)} of {byte_text(most)}"
 
     def room(self, worker: int, stages: Sequence[int], sizes: PipeBytes | None) -> int:
         if sizes is None:
-            return 0
+            raise ArgumentError(_NOT_COUNTED)
         own = [sizes.stages[stage] for stage in stages]
         largest = max(stage.kept for stage in own)
         free = self.most[worker] - sum(stage.persistent + stage.gradients for stage in own)
         return free // largest if largest else _ANY
-
-
-class ActivationLimit(ByteLimit):
-    """The most bytes of activations."""
-
-    counts_inputs = False
-
-
-class MemoryLimit(ByteLimit):
-    """The most bytes of all that a worker holds."""
-
-    counts_inputs = True
 
 
 def live_counts(

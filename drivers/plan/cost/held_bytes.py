@@ -17,7 +17,8 @@ runs have, such as the output of one stage that is the input of another on the s
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -90,6 +91,17 @@ last backward of the row |
         """What is held between steps, once gradients are dropped."""
         return self.parameters + self.optimizer
 
+    @property
+    def activations(self) -> "StageBytes":
+        """The same of what micro-batches take: gradients of parameters are as if they were there."""
+        nothing = {"parameters": 0, "gradients": 0, "early_gradients": 0, "optimizer": 0}
+        later = {
+            "first_backward": self.backward,
+            "first_input": self.backward_input,
+            "first_weight": self.backward_weight,
+        }
+        return StageBytes(**{**vars(self), **nothing, **later})
+
 
 @dataclass(frozen=True)
 class ModelInput:
@@ -124,6 +136,17 @@ class PipeBytes:
     replicated: Mapping[str, int] = field(default_factory=dict)
     divided: Mapping[int, int] = field(default_factory=dict)
     slices: tuple["PipeBytes", ...] = ()
+
+    @cached_property
+    def activations(self) -> "PipeBytes":
+        """The same of what micro-batches take: without parameters, gradients of parameters, and states of optimizers.
+
+        >>> sizes = PipeBytes((StageBytes(parameters=80, gradients=80, kept=10, backward=5, first_backward=85),))
+        >>> sizes.activations == PipeBytes((StageBytes(kept=10, backward=5, first_backward=5),))
+        True
+        """
+        stages, slices = (each.activations for each in self.stages), (each.activations for each in self.slices)
+        return replace(self, stages=tuple(stages), replicated={}, divided={}, slices=tuple(slices))
 
     def of_slice(self, number: int) -> "PipeBytes":
         """The same for one slice."""

@@ -1,7 +1,7 @@
 """Runs modules and leaves what they change as it was: random states, buffers, attributes and training flags."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from pippy.ir.run.snapshot import Snapshot
 
 
 @contextmanager
-def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
+def left_unchanged(module: nn.Module) -> Iterator[None]:
     """Leave random states, buffers and attributes as they are, those of what a loss function refers to too.
-
-    With ``random=False``, random states are left to others.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> with left_unchanged(norm):
@@ -28,7 +26,7 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
     """
     put_back = as_now([module])
     try:
-        with untouched_random_state() if random else nullcontext():
+        with untouched_random_state():
             yield
     finally:
         put_back()

@@ -166,6 +166,13 @@ def test_a_mode_that_is_given_stays(threads, pipe, x):
             "memory= already includes the activations that memory_limit= limits; leave memory_limit out",
         ),
         ({"memory": "1GiB", "out_of_order": True}, "leave one of them out"),
+        (
+            {"memory_limit": "1GiB", "out_of_order": True},
+            "memory_limit='1GiB' and out_of_order=True .* leave one of them out",
+        ),
+        ({"memory_limit": "12 Gi"}, "memory_limit='12 Gi': give bytes"),
+        ({"memory_limit": -1}, "memory_limit=-1: give bytes"),
+        ({"memory_limit": [1, 2, 3]}, r"memory_limit=\[1, 2, 3\] has 3 sizes for 2 workers"),
         ({"memory": "1GiB", "costs": Costs()}, "schedule='auto' takes memory, max_live, memory_limit and placement"),
         ({"memory": "1GiB", "schedule": "1f1b"}, "memory='1GiB' limits the choice of schedule='auto'"),
     ],
@@ -208,6 +215,38 @@ def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
     with pytest.raises(DriverError, match=r"holds .* optimizer.*What would fit: memory="):
         driver.run(8, x, x)
     driver.close()
+
+
+class OfNumbers(nn.Module):
+    """Fake tensors do not know how many elements it takes: that depends on numbers."""
+
+    def forward(self, x):
+        return x[x < torch.inf].view(x.shape)
+
+
+@pytest.mark.parametrize("option", ["memory", "memory_limit"])
+def test_a_model_that_cannot_be_counted_is_refused_and_what_is_advised_works(threads, x, option):
+    pipe = pipeline(nn.Sequential(nn.Linear(8, 8), OfNumbers(), nn.Linear(8, 8)), nn.MSELoss(), split=["1"])
+    driver = PipelineDriver(pipe, threads, schedule="auto", **{option: "1GiB"})
+    before = list(threads.session.counts)
+    for chunks in (4, None):
+        with pytest.raises(
+            DriverError,
+            match=rf"(?s)cannot run with them:.*submod_1.*leave {option}= out and give the number of micro-batches: then "
+            r"schedule='auto' chooses by time alone. max_live= limits .*driver.record\(memory=True\) measures",
+        ):
+            driver.run(chunks, x, x)
+    assert threads.session.counts == before
+    driver.close()
+    for advised in ({}, {"max_live": 2}):
+        driver = PipelineDriver(pipe, threads, schedule="auto", loss_reduction="mean", **advised)
+        with driver.record(memory=True) as recording:
+            for _ in range(MEASURED + 1):
+                driver.run(4, x, x)
+        assert all(max(each.held[0]) > 0 for step in recording.steps for each in step.noted)
+        assert driver.choice.measured and driver.choice.chosen.peak_bytes is None
+        assert not advised or max(driver.choice.program.peak_live) == 2
+        driver.close()
 
 
 class Twice(nn.Module):

@@ -823,6 +823,9 @@ def test_it_stays_within_memory(threads):
     needed = max(tried.trial_bytes.of(TriedRows(division_of(tried.model, x)).divided(1)))
     driver = PipelineDriver(pipe, threads, schedule="auto", memory=needed)
     assert driver.steps.trial_fits(TriedRows(division_of(driver, x)).divided(1))
+    parameters = 1 * min(sum(each.nbytes for each in stage.parameters()) for _, stage in tried.compiled.stages())
+    limited = PipelineDriver(pipe, threads, schedule="auto", memory_limit=needed - parameters)
+    assert limited.steps.trial_fits(TriedRows(division_of(limited, x)).divided(1)), "parameters are no activations"
     less = PipelineDriver(pipe, threads, schedule="auto", memory=needed - 1)
     assert not less.steps.trial_fits(TriedRows(division_of(less, x)).divided(1))
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, make_schedule, simulate_with, validate
 from pippy.drivers.plan.choice.candidate import TIE
-from pippy.drivers.plan.choice.limits import ActivationLimit, LiveLimit
+from pippy.drivers.plan.choice.limits import LiveLimit, MemoryLimit
 from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.choice.search import choose
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, peak_bytes
@@ -84,20 +84,25 @@ def test_schedules_that_take_as_long_differ_by_memory():
 def test_bytes_are_limited_where_stages_differ():
     program = make_schedule("1f1b", workers=2, chunks=6, stages_per_worker=2)
     sizes = PipeBytes(tuple(StageBytes(kept=kept, deferred=kept) for kept in (1, 100, 10, 10)))
-    choice = choose(Problem.of(program, Costs(), [ActivationLimit((203, 50))], sizes=sizes))
+    choice = choose(Problem.of(program, Costs(), [MemoryLimit((203, 50))], sizes=sizes))
     found = peak_bytes(choice.program, sizes)
     assert choice.chosen.peak_bytes == found and found[0] <= 203 and found[1] <= 50
     assert any("bytes on worker" in why for _, why in choice.left_out)
     with pytest.raises(
         ArgumentError, match=r"no schedule stays within the limits(.|\n)*1f1b: it holds .* bytes on worker 1"
     ):
-        choose(Problem.of(program, Costs(), [ActivationLimit((203, 19))], sizes=sizes))
+        choose(Problem.of(program, Costs(), [MemoryLimit((203, 19))], sizes=sizes))
+
+
+def test_a_limit_of_bytes_is_refused_where_nothing_says_the_bytes():
+    with pytest.raises(ArgumentError, match=r"1f1b: a limit of bytes needs the bytes of a micro-batch"):
+        choose(Problem.of(make_schedule("1f1b", workers=2, chunks=4), Costs(), [MemoryLimit((9, 9))]))
 
 
 def test_between_v_min_and_zb_v_the_fastest_that_fits_is_taken():
     program = make_schedule("1f1b", workers=4, chunks=5, stages_per_worker=2, placement="v")
     sizes = PipeBytes((StageBytes(kept=10, deferred=10),) * 8)
-    problems = [Problem.of(program, Costs(), [ActivationLimit((most,) * 4)], sizes=sizes) for most in (59, 60, 80)]
+    problems = [Problem.of(program, Costs(), [MemoryLimit((most,) * 4)], sizes=sizes) for most in (59, 60, 80)]
     assert [choose(each).schedule for each in problems] == ["v_min", "v_half", "zb_v"]
 
 
