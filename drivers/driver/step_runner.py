@@ -33,7 +33,7 @@ from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.parameter_hooks import PlacedHooks
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording

@@ -17,9 +17,8 @@ from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.lowering.tokens import TokenGraph
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.protocol.generation import AddGeneration
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.programs import AddProgram
+from pippy.drivers.protocol.programs import AddGeneration, AddProgram
+from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.errors import GenerationError

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
+from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter
 
 BUCKET_BYTES = 8 << 20  # a message has no more, unless one parameter has
 
@@ -16,7 +16,7 @@ def gradient_buckets(parameters: Sequence[ReplicatedParameter], sizes: Mapping[s
 
     Parameters of different stages are in different buckets, as their gradients are complete at different times.
 
-    >>> from pippy.drivers.protocol.parameters import TensorLocation
+    >>> from pippy.drivers.protocol.state import TensorLocation
     >>> places = {name: TensorLocation(f"submod_{stage}", name) for name, stage in [("a", 0), ("b", 0), ("c", 0), ("d", 2)]}
     >>> parameters = [ReplicatedParameter(name, ((0, place), (2, place))) for name, place in places.items()]
     >>> buckets = gradient_buckets(parameters, {"a": 100, "b": 300, "c": 200, "d": 50})

@@ -6,8 +6,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import NamedHooks, TensorLocation, WorkerHooks
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe

@@ -17,10 +17,8 @@ from pippy.drivers.plan.language.instructions import NOTES
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program, computations_of
 from pippy.drivers.protocol.compile_options import CompileOptions
-from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
-from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, Load, OutOfOrderLimits
+from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter, TensorLocation
 from pippy.drivers.protocol.steps import StageFlags, StageSettings
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state, stage_index

@@ -5,13 +5,13 @@ from collections.abc import Container, Iterable
 from pippy.drivers.plan.language.exchange_program import ExchangeProgram
 from pippy.drivers.plan.language.instructions import ReceiveParameters, SendParameters
 from pippy.drivers.plan.passes.exchange import exchange
-from pippy.drivers.protocol.gradients import GradientBucket
+from pippy.drivers.protocol.state import GradientBucket
 
 
 def passing_on(buckets: Iterable[GradientBucket], names: Container[str]) -> ExchangeProgram:
     """The program that follows an update of the parameters with these names: who adds up their gradients updates them.
 
-    >>> from pippy.drivers.protocol.gradients import ReplicatedParameter
+    >>> from pippy.drivers.protocol.state import ReplicatedParameter
     >>> buckets = [GradientBucket(2, (ReplicatedParameter("weight", ((0, "here"), (2, "there"))),), "stage 0 part 1")]
     >>> print(passing_on(buckets, {"weight"}))
     exchange parameters

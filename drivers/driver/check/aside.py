@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
-from pippy.drivers.protocol.held_states import HoldState, PutBackState
+from pippy.drivers.protocol.state import HoldState, PutBackState
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 
 

@@ -28,8 +28,7 @@ from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.states import GiveState
+from pippy.drivers.protocol.state import GiveState, TensorLocation
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS, named_state

@@ -13,9 +13,8 @@ from pippy.drivers.driver.data.sent_datasets import SentDatasets
 from pippy.drivers.driver.steps.asked_outputs import values_to_return
 from pippy.drivers.driver.steps.programs import DriverPrograms
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
-from pippy.drivers.protocol.trials import RunTrial, TrialResult
+from pippy.drivers.protocol.state import TensorLocation
+from pippy.drivers.protocol.steps import RunTrial, Step, StepResult, StepReturning, TrialResult
 from pippy.drivers.session.driver_commands import DriverCommands, Hooks
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.run.keyed_draws import RandomStep

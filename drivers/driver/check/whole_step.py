@@ -14,7 +14,7 @@ from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.trial_steps import BufferPlaces
 from pippy.drivers.driver.check.witness import HowWitnessed, WitnessStep, turned_numbers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import TensorLocation
 from pippy.ir.record.compiled import Compiled
 
 

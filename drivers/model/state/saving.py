@@ -31,8 +31,8 @@ from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
+from pippy.drivers.protocol.state import AskWritten, WriteState, WrittenState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.checked import check_count

@@ -16,7 +16,7 @@ from pippy.drivers.batch.division import DividedValue, Division, map_divided
 from pippy.drivers.batch.items import joined_items
 from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.batch.refused_inputs import refuse_inputs
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.opened_dataset import LoadingBeside, OpenedDataset

@@ -11,7 +11,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.dataset_items import column_of, columns_of, load_rows
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.shared_generators import shared_generators

@@ -17,7 +17,7 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.plan.passes.exchange import exchange
 from pippy.drivers.plan.proofs.validate import validate_exchange
-from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
+from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter
 
 
 @pytest.mark.parametrize(

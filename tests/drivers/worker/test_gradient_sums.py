@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.placement import gradient_buckets as buckets_module
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
-from pippy.drivers.protocol.gradients import ReplicatedParameter
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import ReplicatedParameter, TensorLocation
 from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.ir.run.stage_backward import add_gradients
