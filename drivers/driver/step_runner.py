@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
-from pippy.drivers.batch.refused_inputs import refuse_inputs
-from pippy.drivers.batch.rows_apart import advising
+from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall

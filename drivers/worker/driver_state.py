@@ -11,7 +11,7 @@ from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.wide import wide_tensors
+from pippy.drivers.compare.tolerance import wide_tensors
 from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.commands import Command
 from pippy.drivers.protocol.compile_options import CompileOptions

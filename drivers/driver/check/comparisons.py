@@ -20,10 +20,8 @@ import torch
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import loss_weights
-from pippy.drivers.compare.digest import digest
-from pippy.drivers.compare.tolerance import ACROSS, LEAST, floor_of
+from pippy.drivers.compare.tolerance import ACROSS, LEAST, NARROW, digest, floor_of
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.compare.wide import NARROW
 from pippy.drivers.driver.check.checked import Cost
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
 from pippy.drivers.driver.check.rows import TriedRows

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.compare.digest import digest
+from pippy.drivers.compare.tolerance import digest
 from pippy.drivers.driver.check.differences import Apart
 from pippy.drivers.driver.check.origin import Origin
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness

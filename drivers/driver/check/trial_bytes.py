@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.compare.digest import bytes_of_digest
+from pippy.drivers.compare.tolerance import bytes_of_digest
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows

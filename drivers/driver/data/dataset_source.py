@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from pippy.drivers.base.errors import DriverError, PackingError
-from pippy.drivers.batch.dataset_items import check_dataset, columns_of
+from pippy.drivers.batch.columns import check_dataset, columns_of
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.checked import check_count
 from pippy.ir.base.trees import describe

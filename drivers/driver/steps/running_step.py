@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pippy.drivers.batch.rows_apart import advising
+from pippy.drivers.batch.divide import advising
 from pippy.drivers.driver.steps.results import Results, joined_micro_batches
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.session.command_log import PendingCommand
