@@ -14,7 +14,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
-from pippy.drivers.files.load_checkpoint import load_checkpoint
+from pippy.drivers.files.contents import load_checkpoint
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.batch_norm.convert import convert_deferred_batch_norm

@@ -30,7 +30,7 @@ from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results
 from pippy.drivers.driver.steps.running_step import RunningStep
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.placement.parameter_hooks import PlacedHooks
+from pippy.drivers.placement.placed_pipe import PlacedHooks
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.state import TensorLocation

@@ -16,7 +16,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
-from pippy.drivers.files.plain_values import random_state, random_values
+from pippy.drivers.files.manifest import random_state, random_values
 from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import RandomState
 

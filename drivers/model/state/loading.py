@@ -19,7 +19,7 @@ import torch
 from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.files.contents import MODEL, RANDOM_STATE, Contents, contents_of
-from pippy.drivers.files.plain_values import random_state
+from pippy.drivers.files.manifest import random_state
 from pippy.drivers.files.safetensors_files import StoredTensor
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.optimizers.stale_models import StaleModels

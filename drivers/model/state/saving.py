@@ -22,8 +22,7 @@ from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.files.contents import TAKEN, shard
-from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH
-from pippy.drivers.files.plain_values import check_plain, packed, random_values, unpacked
+from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, check_plain, packed, random_values, unpacked
 from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
 from pippy.drivers.files.synced_files import WrittenFile, write_file

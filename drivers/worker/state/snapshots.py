@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from pippy.drivers.files.plain_values import random_state, random_values
+from pippy.drivers.files.manifest import random_state, random_values
 from pippy.drivers.protocol.state import TensorLocation, WorkerState
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pippy.drivers.placement.updated_parameters import passing_on
+from pippy.drivers.placement.buckets import passing_on
 from pippy.drivers.plan import add_communication, make_schedule, validate
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.exchange_program import ExchangeProgram
