@@ -262,7 +262,7 @@ class CtrlC:
 @pytest.mark.parametrize(
     ("where", "at"),
     [
-        ("pippy.drivers.generation.token_graphs.compile_traced", 2),
+        ("pippy.drivers.generation.generation.compile_traced", 2),
         ("pippy.drivers.worker.generating.Generation.__init__", 2),
         ("pippy.drivers.worker.generating.GenerateCall._grow", 2),
     ],
