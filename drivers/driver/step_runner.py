@@ -35,8 +35,8 @@ from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
-from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import batch_size
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.surroundings import Surroundings, refused_here

@@ -22,7 +22,7 @@ from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.data_iterators import loss_alone
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.updates import Updates
-from pippy.drivers.report.rates import DTYPES
+from pippy.drivers.report.step_data import TOKEN_DTYPES
 from pippy.ir.base import source
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import tensors
@@ -269,6 +269,6 @@ def _tokens(items: Sequence[Any]) -> int | None:
     """How many tokens there are: the whole numbers in the first argument that has rows of them."""
     total = 0
     for item in items:
-        found = next((each for each in tensors(item) if each.dim() == 2 and each.dtype in DTYPES), None)
+        found = next((each for each in tensors(item) if each.dim() == 2 and each.dtype in TOKEN_DTYPES), None)
         total += 0 if found is None else found.numel()
     return total or None
