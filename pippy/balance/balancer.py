@@ -47,14 +47,14 @@ from pippy.ir.request import Request
 
 # Finds cuts by the memory of their stages, counted on fake tensors as drivers count.
 #
-# What the operations of a stage keep is measured one by one, so their sum is about what the stage holds. What it holds is counted
-# for one set of cuts at a time. So these steps are repeated until the stages are within the limit:
+# What the operations of a stage keep is measured one by one, so their sum is about what the stage holds. What it holds is
+# counted for one set of cuts at a time. So these steps are repeated until the stages are within the limit:
 #
 #     1 search the best cuts whose stages are within it, with as many bytes besides as each stage was counted to hold more
 #     2 count the peaks of their stages
 #
-# Each time a stage is seen to take more than before. If no cuts are left, the lightest cuts are searched in the same way. They do
-# not depend on the limit. So if their peak breaks it, the error can name that peak as a limit under which there are cuts.
+# Each time a stage is seen to take more than before. If no cuts are left, the lightest cuts are searched in the same way. They
+# do not depend on the limit. So if their peak breaks it, the error can name that peak as a limit under which there are cuts.
 
 
 HeldBy = Callable[[Sequence[int]], Sequence[int]]  # what the stages of cuts hold
