@@ -28,11 +28,8 @@ from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate
-from pippy.training.loggers.csv_logger import CSVLogger
-from pippy.training.loggers.logger import Logger
-from pippy.training.loggers.tensorboard_logger import TensorBoardLogger
-from pippy.training.loggers.wandb_logger import WandbLogger
-from pippy.training.repeating_loader import RepeatingLoader
+from pippy.training.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from pippy.training.reader import RepeatingLoader
 from pippy.training.result import StepReport, TrainingResult
 from pippy.training.train import train
 
