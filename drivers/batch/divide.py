@@ -16,6 +16,7 @@ from pippy.drivers.batch.specs import (
     Replicate,
     TensorChunkSpec,
     as_spec,
+    can_have_rows,
     is_spec,
     items_with_paths,
     spec_of_parts,
@@ -98,10 +99,10 @@ class Divider:
             return same_for_all(value)
         if spec is not None and not isinstance(spec, TensorChunkSpec):
             raise unsuitable_spec(spec, path, value)
-        return self.cut(value, spec if spec is None or _can_have_rows(value) or outer else None, path)
+        return self.cut(value, spec if spec is None or can_have_rows(value) or outer else None, path)
 
     def cut(self, value: Any, spec: TensorChunkSpec | None, path: str) -> DividedValue:
-        if spec is None and not _can_have_rows(value):
+        if spec is None and not can_have_rows(value):
             return same_for_all(value)
         dim = 0 if spec is None else spec.dim
         if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
@@ -243,10 +244,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain_with_grad(tensor: torch.Tensor) -> torch.Tensor:
     return _plain(tensor).requires_grad_() if tensor.requires_grad else _plain(tensor)
-
-
-def _can_have_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
