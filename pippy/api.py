@@ -14,7 +14,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
-from pippy.drivers.files.load_checkpoint import load_checkpoint
+from pippy.drivers.files.contents import load_checkpoint
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.batch_norm.convert import convert_deferred_batch_norm
@@ -28,11 +28,8 @@ from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate
-from pippy.training.loggers.csv_logger import CSVLogger
-from pippy.training.loggers.logger import Logger
-from pippy.training.loggers.tensorboard_logger import TensorBoardLogger
-from pippy.training.loggers.wandb_logger import WandbLogger
-from pippy.training.repeating_loader import RepeatingLoader
+from pippy.training.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from pippy.training.reader import RepeatingLoader
 from pippy.training.result import StepReport, TrainingResult
 from pippy.training.train import train
 

@@ -26,6 +26,7 @@ from pippy.drivers.batch.specs import (
     Sum,
     TensorChunkSpec,
     as_spec,
+    can_have_rows,
     is_spec,
     items_with_paths,
     spec_of_parts,
@@ -147,7 +148,7 @@ class _Merge:
         return with_children(values[0], merged) if merged else values[0]
 
     def leaf(self, values: list[Any], spec: Any, path: str, outer: bool, shared: bool) -> Any:
-        if isinstance(spec, TensorChunkSpec) and not outer and not all(_has_dimensions(value) for value in values):
+        if isinstance(spec, TensorChunkSpec) and not outer and not all(can_have_rows(value) for value in values):
             spec = None
         if spec is None:
             return values[0] if shared else self.default(values, path)
@@ -177,13 +178,13 @@ class _Merge:
 
     def follows(self, values: list[Any], dim: int) -> bool:
         """Whether each value has as many rows as its micro-batch."""
-        if self.sizes is None or not all(_has_dimensions(value) for value in values):
+        if self.sizes is None or not all(can_have_rows(value) for value in values):
             return False
         rows = [sum(self.sizes)] * len(values) if self.mask else list(self.sizes)
         return [value.shape[dim] for value in values] == rows
 
     def cat(self, values: list[Any], spec: TensorChunkSpec, path: str) -> torch.Tensor:
-        if not all(_has_dimensions(value) and -value.dim() <= spec.dim < value.dim() for value in values):
+        if not all(can_have_rows(value) and -value.dim() <= spec.dim < value.dim() for value in values):
             raise MicrobatchError(
                 f"{path} cannot be concatenated along dimension {spec.dim}: it is {describe(values[0])}"
             )
@@ -288,10 +289,6 @@ _MERGES: dict[type, Callable[..., Any]] = {
     Max: _Merge.largest,
     Min: _Merge.smallest,
 }
-
-
-def _has_dimensions(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _same_output(one: Any, other: Any) -> bool:

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.divide_call import check_guards_of
 from pippy.drivers.batch.division import CutTensor, Division, SlicedTensor, for_each_slice
 from pippy.drivers.batch.loss_weights import IGNORED
+from pippy.drivers.batch.merge import LOSS_PLACE
 from pippy.drivers.batch.specs import MicroBatches
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import SliceError
 from pippy.ir.base.readable import count_with_noun
-from pippy.ir.base.trees import describe
+from pippy.ir.base.trees import children, describe, with_children
 from pippy.ir.call.signature import bind
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.trace.language_models import IDS, LABELS, MASK, NEXT_LABELS, POSITIONS
@@ -145,3 +147,33 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _sliced(leaf: Any, grows: bool) -> SlicedTensor:
     assert isinstance(leaf, CutTensor)
     return SlicedTensor(leaf.value, leaf.dim, leaf.requires_grad, grows)
+
+
+# Joins what the slices of a row give to what the row gives.
+
+
+def joined_slices(outputs: Sequence[Any], division: Division) -> list[Any]:
+    """The outputs of rows, from those of the micro-batches of a division: tensors are joined along their sequences."""
+    if division.slices == 1:
+        return list(outputs)
+    lengths = [
+        each.value.shape[1] // division.slices for each in division.arguments.values() if isinstance(each, SlicedTensor)
+    ]
+    starts = range(0, division.chunks, division.slices)
+    return [_joined(outputs[start : start + division.slices], division.rows_of(start), lengths[0]) for start in starts]
+
+
+def _joined(parts: Sequence[Any], rows: int, length: int) -> Any:
+    first = parts[0]
+    held = children(first)
+    if held is not None:
+        columns = zip(*[children(part) or () for part in parts], strict=True)
+        return with_children(first, [_joined(column, rows, length) for column in columns])
+    if first is LOSS_PLACE or first is None:
+        return first
+    if isinstance(first, torch.Tensor) and all(each.shape[:2] == (rows, length) for each in parts):
+        return torch.cat(list(parts), dim=1)
+    raise MicrobatchError(
+        f"the model returns {describe(first)} for a slice of {length} tokens of {rows} rows, and it is not known how such "
+        "values of slices are joined; ask for the loss alone: driver.run(..., outputs=False)"
+    )

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
@@ -133,6 +135,11 @@ class MicroBatches(InPieces):
 
 
 _BUILT_IN = (TensorChunkSpec, Replicate, Sum, Mean, Max, Min, ChunkSpec)
+
+
+def can_have_rows(value: Any) -> bool:
+    """Whether a value is a tensor with a dimension, along which rows can be."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def is_spec(spec: Any) -> bool:

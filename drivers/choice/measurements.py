@@ -12,8 +12,8 @@ from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.cost.costs import Costs
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.report.measured import measured_costs
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import measured_costs
 
 
 @dataclass(frozen=True)

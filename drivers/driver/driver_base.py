@@ -60,7 +60,7 @@ from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.passes.halves import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
-from pippy.drivers.protocol.stages import AskCompiled
+from pippy.drivers.protocol.programs import AskCompiled
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.driver_commands import DriverCommands, in_turn

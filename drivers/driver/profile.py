@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
+from pippy.drivers.protocol.steps import AskTime, StartProfile, StopProfile
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.worker.measure.profiler import is_profiled
 from pippy.drivers.worker.measure.recorder import clock

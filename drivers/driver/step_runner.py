@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
-from pippy.drivers.batch.refused_inputs import refuse_inputs
-from pippy.drivers.batch.rows_apart import advising
+from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.divided_call import DividedCall
@@ -27,13 +27,13 @@ from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results, RunningStep
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.placement.parameter_hooks import PlacedHooks
+from pippy.drivers.placement.placed_pipe import PlacedHooks
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
-from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import batch_size
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.brief import brief

@@ -18,7 +18,7 @@ from pippy.drivers.engines.arguments import worker_names
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.protocol.urgent import GIVE_UP_ALL
+from pippy.drivers.protocol.commands import GIVE_UP_ALL
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.gpu.accelerator import Accelerator
 from pippy.drivers.wire.gpu.copies import DeviceCopies

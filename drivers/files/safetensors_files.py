@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.plain_values import plain_json
+from pippy.drivers.files.manifest import plain_json
 from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, regular_size, write_file
 from pippy.ir.base.trees import describe
 

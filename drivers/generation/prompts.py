@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.protocol.generation import Generate, Generated, Sampling
+from pippy.drivers.protocol.programs import Generate, Generated, Sampling
 from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_count, check_flag, is_whole
 from pippy.ir.base.errors import GenerationError

@@ -12,14 +12,16 @@ from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.gradients import (
+from pippy.drivers.protocol.state import (
     ClampGradients,
     FetchGradients,
+    GiveState,
     GradientNorms,
     ReduceGradients,
+    RestoreState,
     ScaleGradients,
+    WorkerState,
 )
-from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of

@@ -1,10 +1,33 @@
-"""What goes around every command and every answer."""
+"""What goes around every command and every answer, the messages that are urgent, and those that need connections."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.protocol.log_records import WorkerLogRecord
+from pippy.drivers.plan.language.instructions import Instruction
+from pippy.drivers.wire.messages.doors import Invitation
 from pippy.ir.base.surroundings import Surroundings
+
+# What workers have logged, on its way to the controller.
+
+
+@dataclass(frozen=True)
+class WorkerLogRecord:
+    """A record of a worker's logger. The message is whole: with its arguments, and with the traceback if it has one.
+
+    >>> WorkerLogRecord("pippy.drivers", 20, "a message", 0.0, "/a/file.py", 7, "function").level
+    20
+    """
+
+    logger: str
+    level: int
+    message: str
+    created: float
+    path: str
+    line: int
+    function: str
+
 
 ZeroGrad = bool | tuple[int, ...]
 
@@ -67,3 +90,75 @@ class AnswerTelling(Answer):
     """The answer of a worker that has something to tell."""
 
     told: News | None = None
+
+
+# Urgent messages: a worker answers them at once, while it runs commands.
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Urgent: give up the commands from ``first`` to ``last``, as far as they are not done."""
+
+    first: int
+    last: int
+
+
+GIVE_UP_ALL = GiveUp(first=0, last=1 << 62)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Urgent: say what the worker is doing, or waiting for."""
+
+
+@dataclass(frozen=True)
+class AskWays:
+    """Urgent: say to which workers values stay on devices, and why not to others."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Urgent: answer, to show that the worker lives. The answer is a `News` if the worker has something to tell."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker.
+
+    If the answer is an Invitation, the other worker is to come in. With ``near`` the two can share memory.
+    """
+
+    one: int
+    other: int
+    near: bool = True
+
+
+@dataclass(frozen=True)
+class ComeIn:
+    """Urgent: go to the door that another worker has opened."""
+
+    host: int
+    invitation: Invitation
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Urgent, from worker ``guest`` of another host: open a door for it. The answer is an Invitation, or None."""
+
+    guest: int
+
+
+# Messages after which workers need connections with each other.
+
+
+class NeedsPeers(ABC):
+    """A message after which a worker passes values to other workers, or takes theirs."""
+
+    @abstractmethod
+    def peers(self, worker: int) -> set[int]:
+        """The other workers, if the message goes to this one."""
+
+
+def others_in(order: Iterable[Instruction]) -> set[int]:
+    """The workers that instructions send to, or receive from."""
+    return {other(each) for each in order if (other := each.kind.sends_to or each.kind.receives_from)}

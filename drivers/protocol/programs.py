@@ -1,14 +1,62 @@
-"""A worker's part of a program."""
+"""What a worker is given before steps: stages, the programs that it runs, those that make tokens, and datasets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Instruction
-from pippy.drivers.protocol.peers import NeedsPeers, others_in
+from pippy.drivers.protocol.commands import NeedsPeers, others_in
+from pippy.drivers.protocol.state import GradientBucket
+from pippy.drivers.wire.pickling import Pickled
 from pippy.ir.base.trees import map_instances
+
+# The stages that a worker will run.
+
+
+@dataclass(frozen=True)
+class Load(NeedsPeers):
+    """The stages that a worker will run.
+
+    ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
+    read too. ``buckets`` have all parameters with copies. ``replicas`` says whether other workers hold the same stages, for
+    other replicas of the pipeline. ``compile`` says how the stages are compiled; it is None if they are not.
+    """
+
+    modules: Pickled
+    constant: Mapping[str, Sequence[str]]
+    buckets: tuple[GradientBucket, ...]
+    seed: int
+    compile: Pickled | None = None
+    replicas: bool = False
+
+    def peers(self, worker: int) -> set[int]:
+        """The workers that it adds up gradients with: the owner of a bucket with all others."""
+        found: set[int] = set()
+        for bucket in self.buckets:
+            others = {*bucket.workers} - {bucket.owner}
+            found |= others if worker == bucket.owner else {bucket.owner} if worker in others else set()
+        return found
+
+
+@dataclass(frozen=True)
+class AskCompiled:
+    """Ask how the stages run, by their names."""
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Drop everything that belongs to the driver."""
+
+
+@dataclass(frozen=True)
+class ForgetPeers:
+    """Drop the connections with these workers: other processes have taken their places."""
+
+    peers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,3 +130,96 @@ class AddProgram(NeedsPeers):
     def peers(self, worker: int) -> set[int]:
         """The workers that it sends to, or receives from."""
         return {self.ranks[other] for other in others_in(self.order)}
+
+
+# Making tokens.
+
+
+@dataclass(frozen=True)
+class AddGeneration(NeedsPeers):
+    """A worker's part of the programs that make tokens, in so many micro-batches: for a prompt, and for each token behind it.
+
+    ``modules`` has the code of its stages for a prompt, and for a token, with a `TensorLocation` for each tensor that the
+    worker has already. It is sent once. With ``one_token``, a prompt is one token, and runs the code for that.
+    """
+
+    prompt: AddProgram
+    token: AddProgram
+    one_token: bool
+    modules: tuple[Pickled, Pickled] | None
+
+    def peers(self, worker: int) -> set[int]:
+        """Those of both programs."""
+        return self.prompt.peers(worker) | self.token.peers(worker)
+
+
+@dataclass(frozen=True)
+class AllEnded:
+    """Goes in place of the values of a micro-batch whose rows have all ended."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and the random state to draw them with."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Make up to ``length`` tokens behind each prompt, in chunks of so many ``rows``.
+
+    ``inputs`` are those of the prompts, by name. With ``one_token``, each prompt is one token. A row ends with one of the
+    tokens ``ends``, and has ``padding`` behind it.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    one_token: bool
+    rows: tuple[int, ...]
+    length: int
+    ends: tuple[int, ...]
+    padding: int
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The tokens of each chunk, and the random state after they were drawn."""
+
+    tokens: tuple[torch.Tensor, ...]
+    state: torch.Tensor | None
+
+
+# Datasets that inputs of steps are loaded from.
+
+
+@dataclass(frozen=True)
+class AddDataset:
+    """A dataset that inputs of steps are loaded from, under a number: sent once.
+
+    ``dataset`` is the dataset, or a dataset for each of some columns, or "package.module:function", which makes it. ``collate``
+    puts items together; None stands for torch's own. ``keys`` are the columns that this worker needs. Workers that make the
+    dataset compare their row ``sample``. ``rules`` has the Pipe's guards and what weighs losses, and is sent once for a driver.
+    The datasets with the numbers ``gone`` are dropped. With ``beside``, threads load the next mini-batches during the steps.
+    """
+
+    number: int
+    dataset: Pickled | Mapping[Any, Pickled] | str
+    collate: Pickled | None
+    keys: tuple[Any, ...]
+    sample: tuple[Any, ...]
+    rules: Pickled | None = None
+    gone: tuple[int, ...] = ()
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class DatasetSeen:
+    """What a worker has made of the name of a dataset: its class, how many rows it has, and a digest of the sample."""
+
+    kind: str = ""
+    rows: int | None = None
+    digest: str = ""

@@ -1,13 +1,14 @@
-"""One run of a program, and what a worker gives back of it."""
+"""One run of a program: in earnest, as a trial, or under a profiler; and what a worker gives back of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.protocol.hooks import WorkerHooks
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import TensorLocation, WorkerHooks
 from pippy.drivers.wire.pickling import Pickled
 from pippy.ir.run.keyed_draws import RandomStep
 
@@ -150,3 +151,56 @@ class StepResult:
     seen: tuple[SeenCall, ...] = ()
     asked: TrialNotes = field(default_factory=TrialNotes)
     prepared: bool = False
+
+
+# A trial: a step that leaves nothing on the worker. Its numbers are compared with those of another way to compute them.
+
+
+@dataclass(frozen=True)
+class RunTrial:
+    """Run ``step`` as a trial: gradients, buffers, random numbers and attributes of modules are afterwards as before it.
+
+    With ``few`` rows, no graphs of stages are recorded, and hooks of parameters are not called. ``written`` are the parameters
+    that forward changes, and ``follow`` the buffers that change once in a step from now on. With ``wide``, numbers of 16 bits
+    are of 32 bits.
+    """
+
+    step: Step
+    few: bool = False
+    wide: bool = False
+    written: tuple[TensorLocation, ...] = ()
+    follow: tuple[TensorLocation, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a worker answers: the result of the step, and digests of gradients and of the buffers that have changed.
+
+    ``disagreeing`` has the buffers of which micro-batches make different things, though they change once in a step.
+    """
+
+    result: StepResult
+    gradients: Mapping[TensorLocation, torch.Tensor]
+    buffers: Mapping[TensorLocation, torch.Tensor]
+    disagreeing: tuple[TensorLocation, ...] = ()
+
+
+# Profiles: torch.profiler runs in the workers, and the controller puts their traces into one file.
+
+
+@dataclass(frozen=True)
+class StartProfile:
+    """Start torch.profiler, with these activities, by name, and these options. Without activities, with all that are there."""
+
+    activities: tuple[str, ...] | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AskTime:
+    """Say which clock the worker has, one for each host, and its time in seconds."""
+
+
+@dataclass(frozen=True)
+class StopProfile:
+    """Stop torch.profiler. The answer is the trace that it exports, compressed; None if no profiler runs."""

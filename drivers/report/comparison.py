@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from html import escape
 
-from pippy.drivers.report.document import html_document, parts_bar, sections, what_ran
+from pippy.drivers.report.drawings import timeline
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.losses import StepPart, step_parts
+from pippy.drivers.report.page import html_document, parts_bar, sections, what_ran
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.tables import report_table
-from pippy.drivers.report.timeline_view import timeline
 from pippy.ir.base.readable import bytes_text, count_with_noun, duration, percent
 
 StepPair = tuple[StepData, StepData]

@@ -17,8 +17,7 @@ from enum import StrEnum
 from pippy.drivers.plan.language.instructions import Add, Compute, Instruction, Receive
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.activity import Activity, Cause
-from pippy.drivers.report.prediction import evened, predicted
-from pippy.drivers.report.step_data import StepData
+from pippy.drivers.report.step_data import StepData, evened, predicted
 
 PathActivity = tuple[int, Activity]  # a worker, and what it did
 

@@ -12,13 +12,11 @@ from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.report.comparison import comparison
+from pippy.drivers.report.drawings import perfetto_trace, step_svg
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
 from pippy.drivers.report.page import page
-from pippy.drivers.report.rates import UNKNOWN_SIZE, BatchSize
-from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.svg import step_svg
-from pippy.drivers.report.trace import perfetto_trace
+from pippy.drivers.report.step_data import UNKNOWN_SIZE, BatchSize, StepData
 from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_count
 from pippy.ir.base.readable import count_with_noun

@@ -1,25 +1,110 @@
-"""The data of a recorded step, and what is computed from it: times on one clock, activities, medians, traffic.
+"""The data of a recorded step, and what is computed from it: times on one clock, activities, medians, traffic, costs.
 
 The workers note when each of their instructions ends, and send that with the answer of the step. Everything else is computed
 here, in the controller, when it is asked for. What draws or describes a step is a function over this data, in a file of its
-own: svg.py, trace.py, findings.py, page.py.
+own: drawings.py, findings.py, page.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isinf
+from statistics import fmean, median
 
-from pippy.drivers.plan.cost.simulate import Simulation
+import torch
+from torch import nn
+
+from pippy.drivers.batch.division import Division
+from pippy.drivers.plan.cost.costs import Costs
+from pippy.drivers.plan.cost.simulate import Simulation, simulate_with
 from pippy.drivers.plan.cost.timeline import Span, Timeline
-from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.plan.language.instructions import Compute, Op, Receive, Send
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.report.activity import Activity, SendTimes, activities, label, spent
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
-from pippy.drivers.report.prediction import Medians, median_seconds, predicted
-from pippy.drivers.report.rates import UNKNOWN_SIZE, BatchSize
 from pippy.drivers.worker.measure.recorder import clock
+from pippy.ir.record.compiled import Compiled
+
+# How long a step would take if only its computations took time: a simulation with the measured medians of each stage.
+#
+# The costs are medians, so one computation that lost its core for some milliseconds does not change them.
+
+
+Medians = dict[Op, list[float]]  # of each kind of pass, the seconds of each stage
+
+
+def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -> Medians:
+    """The median duration of each pass of each stage, and 0 where a stage has no such pass.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> median_seconds(make_schedule("forward_only", workers=2, chunks=2), {"F0": [2.0, 9.0, 1.0], "F1": [1.0]})[Op.FORWARD]
+    [2.0, 1.0]
+    """
+    return {op: [median(durations.get(f"{op}{stage}", [0.0])) for stage in range(program.stages)] for op in Op}
+
+
+def predicted(program: Program, medians: Medians) -> Simulation:
+    """Simulate a program whose passes take these times."""
+    forward, again, whole, inputs, weights, _ = (medians[op] for op in Op)
+    return simulate_with(program, Costs(forward, inputs, weights, whole, recompute=again))
+
+
+def evened(medians: Medians) -> Medians:
+    """The medians if all stages took the same time, and their sum stayed as it is.
+
+    >>> evened({Op.FORWARD: [1.0, 3.0]})
+    {<Op.FORWARD: 'F'>: [2.0, 2.0]}
+    """
+    return {op: [fmean(seconds)] * len(seconds) for op, seconds in medians.items()}
+
+
+# How many samples and tokens a step takes, and how many that makes per second.
+
+
+TOKEN_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The rows of a mini-batch, and its tokens. None where there are none, or where they are not known.
+
+    Tokens are the elements of the first input that has whole numbers in two dimensions, if the model has an `nn.Embedding`.
+
+    >>> BatchSize(32, 512).per_second(0.5)
+    '64 samples/s · 1,024 tokens/s'
+    """
+
+    samples: int | None = None
+    tokens: int | None = None
+
+    def per_second(self, seconds: float) -> str:
+        """Both as text, if a step takes this long; empty if nothing is known."""
+        counts = {"samples/s": self.samples, "tokens/s": self.tokens}
+        return " · ".join(f"{_rounded(count / seconds)} {unit}" for unit, count in counts.items() if count and seconds)
+
+
+UNKNOWN_SIZE = BatchSize()
+
+
+def batch_size(division: Division, compiled: Compiled) -> BatchSize:
+    """The size of a mini-batch that is divided into micro-batches."""
+    samples = division.rows
+    if not any(isinstance(module, nn.Embedding) for module in compiled.split_gm.modules()):
+        return BatchSize(samples)
+    inputs = [name for name in division.arguments if name != compiled.target_name]
+    tensors = [tensor for name in inputs for tensor in division.whole(name)]
+    tokens = (each.numel() for each in tensors if each.dtype in TOKEN_DTYPES and each.dim() == 2)
+    return BatchSize(samples, next(tokens, None))
+
+
+def _rounded(number: float) -> str:
+    """
+    >>> _rounded(0.1234), _rounded(12345.6)
+    ('0.123', '12,346')
+    """
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
+
 
 Between = tuple[int, int]
 
@@ -241,3 +326,51 @@ def clock_offsets(clocks: Sequence[str], ahead: Mapping[Between, float]) -> tupl
         offsets.append((highest + lowest) / 2)
         errors.append(max(0.0, (highest - lowest) / 2))
     return offsets, errors
+
+
+# The costs of passes and transfers, measured in recorded steps. Other programs are simulated with them.
+
+
+def measured_costs(steps: Sequence[StepData]) -> Costs:
+    """The costs of every stage and edge, in seconds: medians over all micro-batches of the steps.
+
+    Some of the steps should have whole backwards, and some halves. A forward that was not computed again would take as long as
+    it did. The loss counts as part of its stage. The latency of an
+    edge is the time for which its receiver waits after the sender has begun to send: the value is on its way, the receiver
+    wakes up and unpacks it. An edge within a worker gets the median of the others, because another program may place its ends
+    on two workers.
+    """
+    durations: dict[str, list[float]] = {}
+    transfers: dict[str, list[float]] = {}
+    for step in steps:
+        for name, seconds in step.durations().items():
+            durations.setdefault(name, []).extend(seconds)
+        for value, seconds in transfer_seconds(step).items():
+            transfers.setdefault(value, []).extend(seconds)
+    program = steps[-1].program
+    medians = median_seconds(program, durations)
+    return Costs(
+        medians[Op.FORWARD],
+        medians[Op.BACKWARD_INPUT],
+        medians[Op.BACKWARD_WEIGHT],
+        medians[Op.BACKWARD],
+        recompute=[again or first for first, again in zip(medians[Op.FORWARD], medians[Op.RECOMPUTE])],
+        latency=_for_all([edge.value for edge in program.flow], transfers),
+    )
+
+
+def _for_all(values: Sequence[str], transfers: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    found = {value: median(seconds) for value, seconds in transfers.items()}
+    usual = median(found.values()) if found else 0.0
+    return {value: found.get(value, usual) for value in values}
+
+
+def transfer_seconds(step: StepData) -> dict[str, list[float]]:
+    """For each value, how long its receivers waited after it began to be sent: one number for each micro-batch."""
+    waits: dict[str, list[float]] = {}
+    for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
+        for instruction, (start, end) in zip(order, record.spans()):
+            if isinstance(instruction, Receive):
+                begun = step.send_times[instruction.value, instruction.microbatch, worker]
+                waits.setdefault(instruction.value, []).append(max(0.0, end - max(start, begun)))
+    return waits

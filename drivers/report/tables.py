@@ -6,9 +6,8 @@ from statistics import median
 
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.report.activity import Activity, Cause
-from pippy.drivers.report.colours import FILLS, css_class
+from pippy.drivers.report.drawings import FILLS, LEGEND, css_class
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.svg import LEGEND
 from pippy.ir.base.readable import bytes_text, duration, percent
 
 WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker

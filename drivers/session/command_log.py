@@ -21,16 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
-from pippy.drivers.protocol.checkpoints import TakeState
-from pippy.drivers.protocol.commands import Answer, Command, CommandElsewhere, ZeroGrad
-from pippy.drivers.protocol.held_states import PutBackState
-from pippy.drivers.protocol.kept_states import TakeKept
-from pippy.drivers.protocol.optimizers import OptimizerStep
-from pippy.drivers.protocol.parameters import Initialize
-from pippy.drivers.protocol.peers import NeedsPeers
-from pippy.drivers.protocol.stages import ForgetPeers
-from pippy.drivers.protocol.states import RestoreState
-from pippy.drivers.protocol.urgent import GiveUp
+from pippy.drivers.protocol.commands import Answer, Command, CommandElsewhere, GiveUp, NeedsPeers, ZeroGrad
+from pippy.drivers.protocol.programs import ForgetPeers
+from pippy.drivers.protocol.state import Initialize, OptimizerStep, PutBackState, RestoreState, TakeKept, TakeState
 from pippy.drivers.session.step_errors import given_up_error, late_text, step_error, stuck_text
 from pippy.ir.base.surroundings import Surroundings
 

@@ -13,8 +13,8 @@ import torch
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.protocol.commands import ZeroGrad
-from pippy.drivers.protocol.hooks import WorkerHooks
-from pippy.drivers.protocol.stages import Load, Unload
+from pippy.drivers.protocol.programs import Load, Unload
+from pippy.drivers.protocol.state import WorkerHooks
 from pippy.drivers.protocol.steps import StageFlags, Step
 from pippy.drivers.session.command_log import AcceptAnswers, PendingCommand, accept_all
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients

@@ -21,8 +21,7 @@ from typing import Any, TypeVar, cast
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process_signs import Sign, said_of
-from pippy.drivers.protocol.commands import Answer, Failure, News
-from pippy.drivers.protocol.urgent import AskWays, ComeIn, Connect, Dump, Ping
+from pippy.drivers.protocol.commands import Answer, AskWays, ComeIn, Connect, Dump, Failure, News, Ping
 from pippy.drivers.session import command_log as actions
 from pippy.drivers.session.call_wait import CallWait
 from pippy.drivers.session.calls import Address, Messages, PendingCall, last_line, outcome, succeeds

@@ -4,9 +4,8 @@ from typing import Any
 
 from pippy.drivers.base.errors import ClusterError, StepError
 from pippy.drivers.protocol.commands import Failure
-from pippy.drivers.protocol.optimizers import OptimizerStep
-from pippy.drivers.protocol.steps import Step
-from pippy.drivers.protocol.trials import RunTrial
+from pippy.drivers.protocol.state import OptimizerStep
+from pippy.drivers.protocol.steps import RunTrial, Step
 
 
 def step_error(name: str, worker: int, number: int, body: Any, failure: Failure) -> StepError:

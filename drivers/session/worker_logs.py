@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
-from pippy.drivers.protocol.log_records import WorkerLogRecord
+from pippy.drivers.protocol.commands import WorkerLogRecord
 
 
 def log_for_worker(worker: str, pid: int, records: Iterable[WorkerLogRecord]) -> None:

@@ -11,31 +11,54 @@ from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.wide import wide_tensors
+from pippy.drivers.compare.tolerance import wide_tensors
 from pippy.drivers.plan.language.instructions import Instruction
-from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState
 from pippy.drivers.protocol.commands import Command
 from pippy.drivers.protocol.compile_options import CompileOptions
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
-from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated
-from pippy.drivers.protocol.gradients import (
+from pippy.drivers.protocol.programs import (
+    AddDataset,
+    AddGeneration,
+    AddProgram,
+    AskCompiled,
+    DatasetSeen,
+    Generate,
+    Generated,
+    Load,
+)
+from pippy.drivers.protocol.state import (
     ClampGradients,
     FetchGradients,
+    GiveState,
     GradientNorms,
+    HoldState,
+    Initialize,
+    KeepState,
+    MakeOptimizer,
+    OptimizerStep,
+    PutBackState,
+    ReadState,
     ReduceGradients,
+    RestoreState,
     ScaleGradients,
+    TakeKept,
+    TakeState,
+    TensorLocation,
+    WorkerState,
+    WriteState,
+    same_bytes,
+    unreadable,
 )
-from pippy.drivers.protocol.held_states import HoldState, PutBackState
-from pippy.drivers.protocol.hooks import same_bytes
-from pippy.drivers.protocol.kept_states import KeepState, TakeKept
-from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
-from pippy.drivers.protocol.parameters import Initialize, TensorLocation, unreadable
-from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
-from pippy.drivers.protocol.programs import AddProgram
-from pippy.drivers.protocol.stages import AskCompiled, Load
-from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
-from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
-from pippy.drivers.protocol.trials import RunTrial, TrialResult
+from pippy.drivers.protocol.steps import (
+    AskTime,
+    RunTrial,
+    StageFlags,
+    StartProfile,
+    Step,
+    StepResult,
+    StepReturning,
+    StopProfile,
+    TrialResult,
+)
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport

@@ -13,7 +13,7 @@ from torch import nn
 
 from pippy.drivers.lowering.flow import TOGETHER
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, own_value
-from pippy.drivers.protocol.generation import AddGeneration, AllEnded, Generate, Generated
+from pippy.drivers.protocol.programs import AddGeneration, AllEnded, Generate, Generated
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.bind import BoundProgram

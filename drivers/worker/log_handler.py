@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pippy.drivers.protocol.log_records import WorkerLogRecord
+from pippy.drivers.protocol.commands import WorkerLogRecord
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.readable import count_with_noun, shortened
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pippy.drivers.base.errors import DriverError, PackingError
-from pippy.drivers.protocol.hooks import same_bytes
+from pippy.drivers.protocol.state import same_bytes
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state
 from pippy.ir.record.reached import HOOK_ATTRIBUTES

@@ -2,7 +2,7 @@
 
 import torch
 
-from pippy.drivers.protocol.generation import Sampling
+from pippy.drivers.protocol.programs import Sampling
 
 
 class Noise:

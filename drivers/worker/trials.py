@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pippy.drivers.compare.digest import digest
-from pippy.drivers.compare.wide import widened
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.protocol.trials import RunTrial, TrialResult
+from pippy.drivers.compare.tolerance import digest, widened
+from pippy.drivers.protocol.state import TensorLocation
+from pippy.drivers.protocol.steps import RunTrial, StepResult, TrialResult
 from pippy.drivers.worker.gradients.gradient_sums import Gradient
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
 from pippy.ir.run.snapshot import snapshot_of_buffers

@@ -14,13 +14,10 @@ import torch
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.base.process_signs import show_stack_when_asked
 from pippy.drivers.plan.language.instructions import Compute, Receive
-from pippy.drivers.protocol.checkpoints import AskWritten
-from pippy.drivers.protocol.commands import Answer, AnswerTelling, Command, Failure, News
-from pippy.drivers.protocol.generation import Generate
-from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
-from pippy.drivers.protocol.steps import Step
-from pippy.drivers.protocol.trials import RunTrial
-from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp, Ping
+from pippy.drivers.protocol.commands import Answer, AnswerTelling, AskWays, Command, Dump, Failure, GiveUp, News, Ping
+from pippy.drivers.protocol.programs import ForgetPeers, Generate, Load, Unload
+from pippy.drivers.protocol.state import AskWritten
+from pippy.drivers.protocol.steps import RunTrial, Step
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.exchange_run import ExchangeRun

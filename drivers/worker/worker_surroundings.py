@@ -12,7 +12,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.protocol.commands import Command, CommandElsewhere
-from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.programs import Load
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.run.random_state import RandomState, seed_all

@@ -117,10 +117,6 @@ class Row:
         """The cost of the heaviest stage."""
         return max(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
 
-    def least_cost(self, cuts: Sequence[int]) -> int:
-        """The cost of the lightest stage."""
-        return min(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
-
     def price(self, cuts: Sequence[int]) -> int:
         """The price of all cuts together."""
         return sum(self.prices[cut] for cut in cuts)

@@ -23,8 +23,7 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pippy.balance.restore_model import ChangedTensors, restoring_model
-from pippy.balance.stopwatch import Clock, Stopwatch, Timing
+from pippy.balance.stopwatch import ChangedTensors, Clock, Stopwatch, Timing, restoring_model
 from pippy.ir.base import source
 from pippy.ir.base.errors import BalanceError, StageError
 from pippy.ir.base.names import named_state

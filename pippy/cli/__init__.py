@@ -2,16 +2,13 @@
 
 import click
 
-from pippy.cli.check import check
 from pippy.cli.compare import compare
 from pippy.cli.doctor import doctor
 from pippy.cli.fit import fit
 from pippy.cli.problems import CommandGroup
-from pippy.cli.run import run
-from pippy.cli.schedule import schedule
+from pippy.cli.run import check, run, worker
+from pippy.cli.schedule import schedule, validate_files
 from pippy.cli.show import show
-from pippy.cli.validate import validate_files
-from pippy.cli.worker import worker
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.costs import costs_of, share, with_costs, with_sizes
-from pippy.cli.show import given_pipe, made_inputs, parsed
-from pippy.cli.stages import count_for_call
+from pippy.cli.schedule import costs_of, share, with_costs, with_sizes
+from pippy.cli.show import count_for_call, given_pipe, made_inputs, parsed
 from pippy.ir.base.readable import bytes_text
 from pippy.ir.show.tables import text_table
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import hint_at, plain_warnings
-from pippy.cli.show import given_pipe, made_inputs, pair, parsed
+from pippy.cli.show import given_pipe, made_inputs, pair, parsed, pipe_options
 from pippy.ir.base.errors import PippyError
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""`pippy run`: runs a script as Python does, with a cluster that starts when the script asks for it."""
+"""Commands that run a script, or work for one.
+
+`pippy run` runs a script as Python does, with a cluster that starts when the script asks for it. `pippy check` compares its
+first step with the plain model's. `pippy worker` joins the cluster of a script from elsewhere.
+"""
 
 import importlib.util
 import os
@@ -7,13 +11,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.shown_errors import in_brief
+
+if TYPE_CHECKING:
+    from pippy.drivers.driver.check.report import CheckReport
+
 
 _UNDER_TORCHRUN = (
     "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
@@ -164,3 +172,85 @@ def show_raised(error: BaseException) -> None:
     sys.stdout.flush()
     with in_brief(error) if isinstance(error, PippyError) else nullcontext():
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+# `pippy check`: runs a training script up to its first step, and compares that step with the plain model's.
+
+
+@click.command(cls=ScriptCommand, no_args_is_help=True, short_help="Compare a script's first step with plain PyTorch.")
+@script_options
+def check(
+    script: str, args: tuple[str, ...], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
+) -> None:
+    """Run SCRIPT up to its first training step, and compare this step with the plain model's: driver.check.
+
+    The script runs as by `pippy run`. In place of its first driver.run that trains, the step is done on the workers and by
+    the plain model in this process: loss, outputs, gradients, buffers, and parameters after an update. What differs is
+    printed, and where it begins; then the script ends as by sys.exit.
+
+    The exit status is 0 if the numbers are the same, and 1 if they are not, or if there was no such step.
+
+    \b
+    Examples:
+      pippy check train.py -n 2
+      pippy check train.py -n 4 -- --batch-size 16
+    """
+    with _checking_first_step() as reports:
+        status = run_script(script, args, workers, threads, pin, device, module)
+    if not reports and not status:
+        raise click.ClickException(f"{script} ran no step that trains, so there is nothing to compare")
+    raise click.exceptions.Exit(status)
+
+
+@contextmanager
+def _checking_first_step() -> Iterator[list["CheckReport"]]:
+    """Inside, the first training step of any driver is checked, and ends the script. Gives what was found."""
+    from pippy.drivers.driver.driver_base import PipelineDriverBase
+    from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+
+    run_async, reports = PipelineDriverBase.run_async, []
+
+    def checked(self: PipelineDriverBase, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
+        if not self.trains:
+            return run_async(self, chunks, *args, outputs=outputs, **kwargs)
+        _, kwargs = asked_outputs(self.compiled_pipe, outputs, args, kwargs)
+        reports.append(self.check(*(() if chunks is None else (chunks,)), *args, **kwargs))
+        click.echo(str(reports[0]))
+        raise SystemExit(0 if reports[0] else 1)
+
+    PipelineDriverBase.run_async = checked  # type: ignore[method-assign]
+    try:
+        yield reports
+    finally:
+        PipelineDriverBase.run_async = run_async  # type: ignore[method-assign]
+
+
+# `pippy worker`: a worker that joins the cluster of a script.
+
+
+@click.command(no_args_is_help=True, short_help="Join the cluster of a script as a worker.")
+@click.option("--join", required=True, metavar="HOST:PORT", help="Where the cluster listens: its script prints that.")
+@click.option("--secret-file", default="~/.pippy/secret", show_default=True, help="The file with the cluster's secret.")
+@click.option("--device", default="cpu", show_default=True, help="The device that the worker computes on.")
+@click.option("--threads", type=click.IntRange(1), help="How many threads it computes with.  [the cores, divided]")
+@click.option(
+    "--within", type=float, default=60.0, show_default=True, help="How many seconds it tries to reach the cluster."
+)
+def worker(join: str, secret_file: str, device: str, threads: int | None, within: float) -> None:
+    """Join the cluster of a script as a worker, from any shell of any host.
+
+    A script with cluster(4, join=True) prints the line to type, and waits until four workers have joined. Those that join
+    later wait, and take the places of workers that are lost. Start it in the folder of the script, which is where it finds
+    the script's modules. What stages print appears here.
+
+    The exit status is 0 when the cluster was closed, 1 if this worker was refused or lost the cluster, 130 after Ctrl-C.
+
+    \b
+    Examples:
+      pippy worker --join 10.0.0.1:29400
+      pippy worker --join node1:29400 --secret-file ~/job/secret --device cuda:1
+    """
+    put_first_in_path(str(Path.cwd()))
+    from pippy.drivers.engines.joined.joined_worker import join_cluster
+
+    join_cluster(join, secret_file, device, threads, within)

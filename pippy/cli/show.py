@@ -2,20 +2,47 @@
 
 import inspect
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pippy.cli.find import call, find, value_from_text
-from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import check_can_be_written, plain_warnings, write
-from pippy.cli.stages import stages_compiled, stages_memory
+from pippy.ir.base.readable import bytes_text
+from pippy.ir.show.tables import text_table
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from pippy.drivers.plan.cost.held_bytes import PipeBytes
     from pippy.ir.pipe import Pipe
+
+
+# The options of commands that make a Pipe of a model: its arguments, its cuts, its loss.
+
+
+_OPTIONS = (
+    click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function."),
+    click.option(
+        "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
+    ),
+    click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike."),
+    click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage."),
+    click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target)."),
+    click.option(
+        "--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use."
+    ),
+)  # fmt: skip
+
+
+def pipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command these options, in this order."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
 
 FORMATS = ("all", "graph", "text", "table", "mermaid", "svg")
 _SUFFIXES = {".svg": "svg", ".mmd": "mermaid"}
@@ -228,3 +255,53 @@ def _drawn(pipe: "Pipe", kind: str, args: list[Any], kwargs: dict[str, Any]) -> 
 def _graph(pipe: "Pipe") -> str:
     """The code of the top-level graph; the modules are in the table."""
     return "".join(str(pipe).partition("def forward")[1:]).strip()
+
+
+# What the stages of a model hold (`pippy show --memory`, `pippy compare --memory`), and what ``compile=`` makes of them.
+
+
+_HEAD = ("stage", "F", "B", "I", "W", "kept by F", "without cut", "handed to W", "without cut", "")
+COLUMNS = ("parameters", "gradients", "kept", "forward", "backward")
+
+
+def count_for_call(pipe: "Pipe", chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "PipeBytes":
+    """The bytes of the stages of a Pipe, for a call in so many micro-batches."""
+    import torch
+
+    from pippy.drivers.batch.divide_call import divide_call
+    from pippy.drivers.count.pipe_bytes import count_pipe
+    from pippy.ir.pipe import compiled_of
+
+    compiled = compiled_of(pipe)
+    division = divide_call(compiled, chunks, args, kwargs)
+    return count_pipe(pipe, division, torch.device("cpu"), compiled.loss is not None, halves=True)
+
+
+def stages_memory(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A table of what each stage holds for a micro-batch: ``kept`` by each of them until its backward."""
+    if not args and not kwargs:
+        raise click.UsageError("--memory counts for inputs of some size; give them, as in --input 'float32[32,16]'")
+    sizes = count_for_call(pipe, 1, args, kwargs)
+    rows = [
+        [f"submod_{number}", *(bytes_text(getattr(stage, name)) for name in COLUMNS)]
+        for number, stage in enumerate(sizes.stages)
+    ]
+    totals = [bytes_text(sum(getattr(stage, name) for stage in sizes.stages)) for name in COLUMNS[:3]]
+    return text_table(["stage", *COLUMNS], rows, total=["total", *totals, "", ""])
+
+
+def stages_compiled(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A table of the operations in the pieces of each stage, and of what is kept between them."""
+    if not args and not kwargs:
+        raise click.UsageError(
+            "--compile records graphs for inputs of some size; give them, as in --input 'float32[32,16]'"
+        )
+    from pippy.drivers.count.compiled_stages import stage_pieces
+
+    rows = []
+    for each in stage_pieces(pipe, args, kwargs):
+        if each.reason is not None:
+            rows.append([each.name, *[""] * 8, f"runs eagerly: it {each.reason}"])
+        else:
+            rows.append([each.name, *map(str, each.operations), *map(bytes_text, (*each.kept, *each.handed)), ""])
+    return text_table(_HEAD, rows, words=(0, 9))

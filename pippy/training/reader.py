@@ -16,7 +16,8 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
-from pippy.drivers.files.plain_values import random_state, random_values
+from pippy.drivers.files.manifest import random_state, random_values
+from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import RandomState
 
@@ -174,3 +175,46 @@ def generators_of_data(data: Any) -> list[torch.Generator]:
         id(own): own for part in _parts(data) if isinstance(own := getattr(part, "generator", None), torch.Generator)
     }
     return [each for each in found.values() if each is not torch.default_generator]
+
+
+# An iterator over data that has no end, for loops that take one item after the other.
+
+
+@placing_words()
+class RepeatingLoader(Iterator[Any]):
+    """An iterator over data that begins anew at its end, as DeepSpeed's. Its position can be saved.
+
+    ``driver.save(folder, data=loader, ...)`` saves how far it was read, and ``driver.load(folder, data=loader, ...)`` has
+    another one of the same data go on from there. See docs/loop.md for which data that works.
+
+    >>> loader = RepeatingLoader([1, 2, 3])
+    >>> [next(loader) for _ in range(5)], loader.epoch
+    ([1, 2, 3, 1, 2], 1)
+    >>> other = RepeatingLoader([1, 2, 3])
+    >>> other.load_state_dict(loader.state_dict())
+    >>> next(other)
+    3
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._reader = Reader(data)
+
+    @property
+    def epoch(self) -> int:
+        """How often the data was begun again."""
+        return self._reader.epoch
+
+    def __next__(self) -> Any:
+        """The next item. It ends only if the data is an iterator, which cannot be read again."""
+        while not self._reader.ended:
+            for item in self._reader.take(1):
+                return item
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its position, as plain values."""
+        return self._reader.position()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of another loader. Random numbers do not change."""
+        self._reader.go_to(state)

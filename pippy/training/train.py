@@ -16,12 +16,9 @@ from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.training.checkpoints import TrainingCheckpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
-from pippy.training.loggers.logger import Logger, checked_loggers
-from pippy.training.loggers.training_loggers import TrainingLoggers
-from pippy.training.loop import Callback, Loop
-from pippy.training.options import Length, check_driver
-from pippy.training.reader import Reader
-from pippy.training.repeating_loader import RepeatingLoader
+from pippy.training.loggers import Logger, TrainingLoggers, checked_loggers
+from pippy.training.loop import Callback, Length, Loop, check_driver
+from pippy.training.reader import Reader, RepeatingLoader
 from pippy.training.result import TrainingResult
 
 

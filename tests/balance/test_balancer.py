@@ -26,10 +26,9 @@ from pippy import (
     verify,
 )
 from pippy.balance.balancer import Balancer
-from pippy.balance.figures import figures_of
 from pippy.balance.policies import read_split
 from pippy.balance.profile import OperationCost, Profile, ProfileProgress
-from pippy.balance.weighing import Weighing
+from pippy.balance.weighing import Weighing, figures_of
 from pippy.ir.base.errors import BalanceError, InputError, SplitError
 from pippy.ir.base.names import named_state
 from pippy.ir.cut.cuts import marks

@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pippy import pipeline
 from pippy.balance.balancer import Balancer
-from pippy.balance.figures import figures_of
 from pippy.balance.policies import read_split
 from pippy.balance.profile import OperationCost, Profile, profile
-from pippy.balance.restore_model import restoring_model
-from pippy.balance.weighing import Weighing
+from pippy.balance.stopwatch import restoring_model
+from pippy.balance.weighing import Weighing, figures_of
 from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.trees import tensors

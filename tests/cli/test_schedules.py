@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from pippy.cli.costs import OTHER_NAMES, plain
-from pippy.cli.schedule import grid
+from pippy.cli.schedule import OTHER_NAMES, grid, plain
 from pippy.drivers.plan import Costs, load_program, make_schedule, render_text, simulate, simulate_with
 from pippy.drivers.plan.orders.registry import REGISTRY
 

@@ -9,8 +9,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from pippy.drivers.protocol.commands import News
-from pippy.drivers.protocol.urgent import Dump, GiveUp, Ping
+from pippy.drivers.protocol.commands import Dump, GiveUp, News, Ping
 from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.worker_context import WorkerContext
 

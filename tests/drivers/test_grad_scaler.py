@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
-from pippy.drivers.protocol.states import GiveState
+from pippy.drivers.protocol.state import GiveState
 from tests.drivers.models import Chain
 from tests.drivers.test_mixed_precision import MasterByHand
 

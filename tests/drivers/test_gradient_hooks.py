@@ -289,8 +289,7 @@ def test_a_hook_of_a_parameter_of_the_loss(threads):
     pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss_fn)
     driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
     driver.run(2, torch.ones(4, 2), torch.ones(4, 2) * 9)
-    from pippy.drivers.protocol.gradients import FetchGradients
-    from pippy.drivers.protocol.parameters import TensorLocation
+    from pippy.drivers.protocol.state import FetchGradients, TensorLocation
 
     (found,) = driver.commands.call({1: FetchGradients((TensorLocation("_loss", "weight"),))})[1]
     torch.testing.assert_close(found, torch.tensor(0.1))

@@ -12,8 +12,7 @@ from torch import nn
 
 from pippy import PipelineDriver1F1B, local_cluster, pipeline
 from pippy.drivers.base.errors import WorkerLostError
-from pippy.drivers.protocol.commands import Answer
-from pippy.drivers.protocol.log_records import WorkerLogRecord
+from pippy.drivers.protocol.commands import Answer, WorkerLogRecord
 from pippy.drivers.session.worker_logs import log_for_worker
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.worker.log_handler import LogHandler

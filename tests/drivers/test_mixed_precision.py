@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
 
 
 def state_on(driver, optimizer, worker, place):
-    from pippy.drivers.protocol.states import GiveState
+    from pippy.drivers.protocol.state import GiveState
 
     answer = driver.commands.call({worker: GiveState((), {optimizer.number: (place,)})})[worker]
     return answer.optimizers[optimizer.number].get(place)

@@ -89,7 +89,7 @@ def test_copies_of_a_replicated_parameter_stay_alike(cluster):
 
 
 def copies(driver, name):
-    from pippy.drivers.protocol.states import GiveState
+    from pippy.drivers.protocol.state import GiveState
 
     places = driver.placed.locations(name)
     assert len(places) > 1

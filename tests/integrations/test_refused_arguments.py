@@ -10,7 +10,7 @@ from transformers import HfArgumentParser
 import pippy.integrations.transformers as integration
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.plan.language.errors import ArgumentError
-from pippy.integrations.transformers.refusals import REFUSED_ARGUMENTS, check_training_arguments
+from pippy.integrations.transformers.arguments import REFUSED_ARGUMENTS, check_training_arguments
 from tests.integrations.trainers import PipelineArguments, PipelineTrainer, arguments, gpt2, padded, sentences
 
 GIVEN = {

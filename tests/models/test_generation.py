@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
-from pippy.drivers.protocol.generation import Sampling
+from pippy.drivers.protocol.programs import Sampling
 from pippy.drivers.worker import generating
 from pippy.drivers.worker.next_token import probabilities
 from pippy.errors import GenerationError, StepError, WorkerLostError
@@ -262,7 +262,7 @@ class CtrlC:
 @pytest.mark.parametrize(
     ("where", "at"),
     [
-        ("pippy.drivers.generation.token_graphs.compile_traced", 2),
+        ("pippy.drivers.generation.generation.compile_traced", 2),
         ("pippy.drivers.worker.generating.Generation.__init__", 2),
         ("pippy.drivers.worker.generating.GenerateCall._grow", 2),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.files.plain_values import packed, unpacked
+from pippy.drivers.files.manifest import packed, unpacked
 from pippy.training.reader import Reader
 
 

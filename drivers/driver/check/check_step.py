@@ -31,9 +31,7 @@ from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_outpu
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
-from pippy.drivers.protocol.held_states import HoldState, PutBackState
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.states import GiveState
+from pippy.drivers.protocol.state import GiveState, HoldState, PutBackState, TensorLocation
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER

@@ -23,15 +23,13 @@ from pippy.drivers.base.errors import ClusterError, DriverError
 from pippy.drivers.base.free_memory import free_bytes
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import loss_weights
-from pippy.drivers.compare.digest import digest
-from pippy.drivers.compare.tolerance import ACROSS, LEAST, floor_of
+from pippy.drivers.compare.tolerance import ACROSS, LEAST, NARROW, digest, floor_of
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.compare.wide import NARROW
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
 from pippy.drivers.driver.check.rows import TriedRows, WholeRows
 from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, TrialSteps, Tried
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, turned_numbers
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import PippyError

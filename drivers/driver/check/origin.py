@@ -26,7 +26,7 @@ from torch import nn
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.digest import digest
+from pippy.drivers.compare.tolerance import digest
 from pippy.drivers.driver.check.differences import Apart, Difference
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work

@@ -12,7 +12,7 @@ import torch
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.choice.given_limits import GivenLimits
-from pippy.drivers.compare.digest import bytes_of_digest
+from pippy.drivers.compare.tolerance import bytes_of_digest
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
@@ -26,9 +26,8 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
-from pippy.drivers.protocol.trials import RunTrial, TrialResult
+from pippy.drivers.protocol.state import TensorLocation
+from pippy.drivers.protocol.steps import RunTrial, Step, StepResult, StepReturning, TrialResult
 from pippy.drivers.session.driver_commands import DriverCommands, Hooks
 from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.pipe import Pipe, compiled_of

@@ -22,9 +22,8 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, divided_leaves, map_divided
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.digest import digest
+from pippy.drivers.compare.tolerance import digest, wide_tensors, widened
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.compare.wide import wide_tensors, widened
 from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.steps.asked_outputs import model_output

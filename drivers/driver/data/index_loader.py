@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 
 from pippy.drivers.base.errors import DriverError, PackingError
-from pippy.drivers.batch.columns import Column, IndexBatch
-from pippy.drivers.batch.dataset_items import check_dataset, columns_of
+from pippy.drivers.batch.columns import Column, IndexBatch, check_dataset, columns_of
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.checked import check_count, is_whole
 from pippy.ir.base.public_calls import placing_words

@@ -16,7 +16,7 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import weighing_inputs
 from pippy.drivers.driver.data.index_loader import DatasetSource
 from pippy.drivers.lowering.lower import Lowered
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.data.dataset_reader import DatasetReader

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.whole_batch_gradients import check_changed_parameters, check_whole_batch_gradients
+from pippy.drivers.batch.refusals import check_changed_parameters, check_whole_batch_gradients
 from pippy.drivers.choice.auto import Auto, auto_placement
 from pippy.drivers.choice.divided_call import DividedCall
 from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose

@@ -10,11 +10,11 @@ from torch import fx
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.columns import DivisionOfColumns, loaded_columns
+from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.division import Division, SameForAll
-from pippy.drivers.batch.join_slices import joined_slices
 from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batch.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
-from pippy.drivers.batch.rows_apart import advising
+from pippy.drivers.batch.slices import joined_slices
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.session.command_log import PendingCommand

@@ -17,7 +17,7 @@ import torch
 
 from pippy.drivers.engines.connected.processes import began
 from pippy.drivers.engines.local.fork_server import load
-from pippy.drivers.protocol.urgent import ComeIn, Connect
+from pippy.drivers.protocol.commands import ComeIn, Connect
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import hand_over, shared_memory_of, take_over, this_host

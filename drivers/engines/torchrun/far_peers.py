@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection
 
-from pippy.drivers.protocol.urgent import Invite
+from pippy.drivers.protocol.commands import Invite
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure

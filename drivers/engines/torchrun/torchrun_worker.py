@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from pippy.drivers.engines.local.launch_config import CONTROLLER
 from pippy.drivers.engines.torchrun.far_peers import FarPeers
-from pippy.drivers.protocol.urgent import GIVE_UP_ALL, Connect, Invite, Ping
+from pippy.drivers.protocol.commands import GIVE_UP_ALL, Connect, Invite, Ping
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections

@@ -19,11 +19,16 @@ from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.model.optimizers.gradient_layouts import check_gradient_layouts
 from pippy.drivers.model.optimizers.optimizer_check import check_separable
 from pippy.drivers.model.optimizers.stale_models import StaleModels
+from pippy.drivers.placement.buckets import passing_on
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.placement.updated_parameters import passing_on
-from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
+from pippy.drivers.protocol.state import (
+    GiveState,
+    MakeOptimizer,
+    OptimizerStep,
+    RestoreState,
+    TensorLocation,
+    WorkerState,
+)
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER

@@ -29,8 +29,7 @@ from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.loading import Loading, load_objects
 from pippy.drivers.model.state.saving import GivenObjects, Saving
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.kept_states import KeepState
-from pippy.drivers.protocol.states import RestoreState, WorkerState
+from pippy.drivers.protocol.state import KeepState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.names import named_state

@@ -14,7 +14,7 @@ from torch import nn
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.parameters import ElsewhereTensor, Initialize, TensorLocation
+from pippy.drivers.protocol.state import ElsewhereTensor, Initialize, TensorLocation
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.state.initialization import Function, function_of_hugging_face, reset_function

@@ -19,7 +19,7 @@ import torch
 from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.files.contents import MODEL, RANDOM_STATE, Contents, contents_of
-from pippy.drivers.files.plain_values import random_state
+from pippy.drivers.files.manifest import random_state
 from pippy.drivers.files.safetensors_files import StoredTensor
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.optimizers.stale_models import StaleModels
@@ -27,7 +27,7 @@ from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.model.state.saving import check_is_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.checkpoints import ReadState, TakeState
+from pippy.drivers.protocol.state import ReadState, TakeState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER

@@ -22,8 +22,7 @@ from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.files.contents import TAKEN, shard
-from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH
-from pippy.drivers.files.plain_values import check_plain, packed, random_values, unpacked
+from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, check_plain, packed, random_values, unpacked
 from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
 from pippy.drivers.files.synced_files import WrittenFile, write_file
@@ -31,8 +30,8 @@ from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
+from pippy.drivers.protocol.state import AskWritten, WriteState, WrittenState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.checked import check_count

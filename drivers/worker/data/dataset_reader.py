@@ -9,14 +9,20 @@ from typing import Any
 from torch import nn
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.batch.columns import DivisionOfColumns, IndexBatch, LoadedColumn, LoadingRules, loaded_columns
-from pippy.drivers.batch.dataset_items import check_dataset
+from pippy.drivers.batch.columns import (
+    DivisionOfColumns,
+    IndexBatch,
+    LoadedColumn,
+    LoadingRules,
+    check_dataset,
+    loaded_columns,
+)
 from pippy.drivers.batch.divide import Divider
 from pippy.drivers.batch.division import DividedValue, Division, map_divided
 from pippy.drivers.batch.items import joined_items
 from pippy.drivers.batch.loss_weights import loss_weights
-from pippy.drivers.batch.refused_inputs import refuse_inputs
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.batch.refusals import refuse_inputs
+from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.opened_dataset import LoadingBeside, OpenedDataset

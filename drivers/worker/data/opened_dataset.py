@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.dataset_items import column_of, columns_of, load_rows
-from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.batch.columns import column_of, columns_of, load_rows
+from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.shared_generators import shared_generators

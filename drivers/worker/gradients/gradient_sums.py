@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from pippy.drivers.protocol.gradients import GradientBucket
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import GradientBucket, TensorLocation
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None

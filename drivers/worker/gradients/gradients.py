@@ -34,7 +34,7 @@ from functools import partial
 
 import torch
 
-from pippy.drivers.protocol.hooks import WorkerHooks
+from pippy.drivers.protocol.state import WorkerHooks
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, Gradient, GradientSums
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
 from pippy.drivers.worker.gradients.unscaling import unscaled

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks, same_bytes
-from pippy.drivers.protocol.parameters import TensorLocation, unreadable
+from pippy.drivers.protocol.state import NamedHooks, TensorLocation, WorkerHooks, same_bytes, unreadable
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value, unpickle
 
 Tensor = Callable[[TensorLocation], torch.Tensor]

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.protocol.gradients import GradientBucket
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.state import GradientBucket, TensorLocation
 
 
 class ParameterShares:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.protocol.parameters import UnreadableTensor
+from pippy.drivers.protocol.state import UnreadableTensor
 from pippy.ir.record.reached import is_own_code, reached_by
 from pippy.ir.run.forward_state import Before
 from pippy.ir.run.random_state import untouched_random_state

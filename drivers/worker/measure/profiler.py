@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pippy.drivers.plan.language.instructions import Instruction
-from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
+from pippy.drivers.protocol.steps import AskTime, StartProfile, StopProfile
 from pippy.drivers.wire.messages.stderr_filter import StderrFilter
 from pippy.drivers.worker.measure.calls import BoundCall
 from pippy.drivers.worker.measure.recorder import clock

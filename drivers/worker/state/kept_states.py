@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from pippy.drivers.protocol.kept_states import KeepState, TakeKept
-from pippy.drivers.protocol.states import WorkerState
+from pippy.drivers.protocol.state import KeepState, TakeKept, WorkerState
 from pippy.drivers.worker.state.snapshots import Snapshots
 
 RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on

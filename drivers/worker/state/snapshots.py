@@ -13,9 +13,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from pippy.drivers.files.plain_values import random_state, random_values
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.states import WorkerState
+from pippy.drivers.files.manifest import random_state, random_values
+from pippy.drivers.protocol.state import TensorLocation, WorkerState
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.measure.leave_unchanged import as_now

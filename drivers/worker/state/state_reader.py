@@ -7,9 +7,7 @@ import torch
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.safetensors_files import StoredTensor
 from pippy.drivers.files.synced_files import not_there
-from pippy.drivers.protocol.checkpoints import ReadState, TakeState
-from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.states import WorkerState
+from pippy.drivers.protocol.state import ReadState, TakeState, TensorLocation, WorkerState
 from pippy.drivers.worker.state.snapshots import Snapshots
 from pippy.ir.base.trees import describe
 

@@ -10,8 +10,8 @@ import torch
 
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
 from pippy.drivers.files.synced_files import not_there
-from pippy.drivers.protocol.checkpoints import WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
+from pippy.drivers.protocol.state import WriteState, WrittenState
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.state.snapshots import Snapshots
 

@@ -29,13 +29,12 @@ from pippy.drivers.base.errors import ClusterError, DriverError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.open_cluster import cluster as open_cluster
-from pippy.integrations.transformers.arguments import PipelineArguments
+from pippy.integrations.transformers.arguments import PipelineArguments, check_training_arguments
 from pippy.integrations.transformers.optimizer import OptimizerOfTrainer
-from pippy.integrations.transformers.pipelined_model import PipelinedModel
-from pippy.integrations.transformers.refusals import check_training_arguments
-from pippy.integrations.transformers.traced_loss import (
+from pippy.integrations.transformers.pipelined_model import (
     ACCUMULATED,
     ITEMS,
+    PipelinedModel,
     TracedLoss,
     labels_that_count,
     shifted_labels_that_count,

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from pippy import PipelineDriver, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError, WorkerLostError
 from pippy.drivers.driver.profile import write_trace
-from pippy.drivers.protocol.profiles import AskTime, StartProfile, StopProfile
+from pippy.drivers.protocol.steps import AskTime, StartProfile, StopProfile
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.models import Chain

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
-from pippy.drivers.protocol.urgent import Ping
+from pippy.drivers.protocol.commands import Ping
 from pippy.ir.base.logs import LOGGER
 from tests.drivers.processes import within
 

@@ -18,7 +18,7 @@ from pippy.drivers.engines.joined import joined_engine
 from pippy.drivers.engines.joined.join_address import listening_place, own_address
 from pippy.drivers.engines.joined.joined_cluster import joined_cluster
 from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
-from pippy.drivers.protocol.urgent import ComeIn
+from pippy.drivers.protocol.commands import ComeIn
 from pippy.drivers.wire.messages.doors import Door, Invitation
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import info_is_logged, keep

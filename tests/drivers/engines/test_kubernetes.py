@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pippy.cli.worker import worker as worker_command
+from pippy.cli.run import worker as worker_command
 from pippy.drivers.engines.joined.join_address import listening_place, split_address
 from pippy.drivers.engines.joined.secret_file import secret_in
 

@@ -17,7 +17,7 @@ from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
-from pippy.drivers.protocol.urgent import Connect
+from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc

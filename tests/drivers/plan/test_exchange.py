@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pippy.drivers.placement.updated_parameters import passing_on
+from pippy.drivers.placement.buckets import passing_on
 from pippy.drivers.plan import add_communication, make_schedule, validate
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.exchange_program import ExchangeProgram
@@ -17,7 +17,7 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.plan.passes.exchange import exchange
 from pippy.drivers.plan.proofs.validate import validate_exchange
-from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
+from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pippy.drivers.plan.drawings.colours import DARK_GROUND, GROUND, NAMED
 from pippy.drivers.plan.language.instructions import KINDS
 from pippy.drivers.report.activity import Cause
-from pippy.drivers.report.colours import DARK_FILLS, FILLS, dark_colours
+from pippy.drivers.report.drawings import DARK_FILLS, FILLS, dark_colours
 from tests.drivers.synthetic_steps import slow_stage
 
 # How each kind of eye sees linear red, green and blue: G. M. Machado et al., IEEE TVCG 15 (2009), severity 1

@@ -7,8 +7,8 @@ import pytest
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.report.losses import step_parts
-from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent
 from tests.drivers.report.browser import needs_browser, opened
 from tests.drivers.report.test_report import read, tables

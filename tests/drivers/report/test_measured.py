@@ -5,7 +5,7 @@ import pytest
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.instructions import Compute
 from pippy.drivers.plan.passes.halves import in_halves
-from pippy.drivers.report.measured import measured_costs
+from pippy.drivers.report.step_data import measured_costs
 from tests.drivers.synthetic_steps import stepped
 
 SECONDS = {"F": (1.0, 2.0, 3.0), "B": (4.0, 5.0, 9.0), "I": (1.5, 2.5, 3.5), "W": (0.5, 0.25, 0.75)}

@@ -21,11 +21,11 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
 from pippy.drivers.report import page as report_page
+from pippy.drivers.report.drawings import ticks
 from pippy.drivers.report.findings import off_cores
 from pippy.drivers.report.page import packed_steps
-from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
-from pippy.drivers.report.svg import ticks
+from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.report.browser import needs_browser, opened

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
-from pippy.drivers.protocol.commands import Answer, Command, Failure
-from pippy.drivers.protocol.optimizers import OptimizerStep
-from pippy.drivers.protocol.stages import ForgetPeers
-from pippy.drivers.protocol.urgent import GiveUp
+from pippy.drivers.protocol.commands import Answer, Command, Failure, GiveUp
+from pippy.drivers.protocol.programs import ForgetPeers
+from pippy.drivers.protocol.state import OptimizerStep
 from pippy.drivers.session.command_log import (
     Accept,
     AskDump,

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pippy.drivers.base.errors import DriverError, StepError
-from pippy.drivers.protocol.gradients import ReduceGradients
-from pippy.drivers.protocol.hooks import WorkerHooks
-from pippy.drivers.protocol.stages import Unload
+from pippy.drivers.protocol.programs import Unload
+from pippy.drivers.protocol.state import ReduceGradients, WorkerHooks
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.ir.base.surroundings import Surroundings

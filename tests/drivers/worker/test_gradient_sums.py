@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers.placement import gradient_buckets as buckets_module
-from pippy.drivers.placement.gradient_buckets import gradient_buckets
-from pippy.drivers.protocol.gradients import ReplicatedParameter
-from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.placement import buckets as buckets_module
+from pippy.drivers.placement.buckets import gradient_buckets
+from pippy.drivers.protocol.state import ReplicatedParameter, TensorLocation
 from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.ir.run.stage_backward import add_gradients

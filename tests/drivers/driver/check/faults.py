@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from pippy import pipe_split
 from pippy.drivers.driver.steps import results
 from pippy.drivers.plan.language.instructions import Receive, Send
-from pippy.drivers.protocol.states import RestoreState, WorkerState
+from pippy.drivers.protocol.state import RestoreState, WorkerState
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.bind import BINDERS
 from pippy.drivers.worker.driver_state import DriverState

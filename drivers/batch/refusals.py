@@ -1,6 +1,6 @@
-"""Refuses what needs the whole mini-batch: embeddings with ``scale_grad_by_freq``, parameters that forward changes."""
+"""What a step cannot have: inputs without numbers, wherever they are loaded, and what needs the whole mini-batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -9,11 +9,42 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.specs import MicroBatches
 from pippy.ir.base.brief import some
 from pippy.ir.base.source import excerpt_of
+from pippy.ir.base.trees import describe, leaves, tensors
 from pippy.ir.cut.constraints import OUT_OF_FORWARD
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.record.compiled import Compiled
+
+# Inputs that a step cannot have, wherever they are loaded.
+
+
+def refuse_inputs(inputs: Sequence[Any], trains: bool) -> None:
+    """Raise if some of the inputs have no numbers, or require gradients that nobody would get."""
+    pieces = [each.values if isinstance(each, MicroBatches) else each for each in leaves(inputs)]
+    held = list(tensors(pieces))
+    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in held):
+        raise DriverError(
+            "an input is a nested tensor of layout torch.strided, which cannot be cut or sent; make it with "
+            "torch.nested.nested_tensor(rows, layout=torch.jagged), or pad it"
+        )
+    empty = [describe(tensor) for tensor in held if tensor.is_meta]
+    if empty:
+        raise DriverError(
+            f"an input, {empty[0]}, is on the meta device and holds no numbers; only memory() takes such an input, "
+            "so give run() a tensor on another device"
+        )
+    wanting = [describe(tensor) for tensor in held if tensor.requires_grad]
+    if wanting and trains:
+        raise DriverError(
+            f"an input, {wanting[0]}, requires a gradient, but run() does not return gradients of inputs; detach "
+            "it, or make it a parameter of the model"
+        )
+
+
+# Refuses what needs the whole mini-batch: embeddings with ``scale_grad_by_freq``, parameters that forward changes.
+
 
 _PLACE_OF_FLAG: dict[Any, int] = {  # scale_grad_by_freq among the arguments
     F.embedding: 5,

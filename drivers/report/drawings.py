@@ -1,20 +1,81 @@
-"""Draws a recorded step as SVG: a row for each worker, with a box for all that it did; below, the prediction to the same scale.
+"""Draws recorded steps: as SVG, as a timeline on a page that zooms, and as trace events.
 
-Colours are attributes; a style sheet changes them by class for readers who prefer dark pages. All text goes through
-ElementTree, which escapes it.
+The SVG has a row for each worker, with a box for all that it did; below, the prediction to the same scale. Colours are
+attributes; a style sheet changes them by class for readers who prefer dark pages. All text goes through ElementTree, which
+escapes it.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
 from math import floor, log10
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from pippy.drivers.plan.drawings.colours import FAINT, GROUND, INK
+from pippy.drivers.plan.drawings.colours import (
+    DARK_FAINT,
+    DARK_GROUND,
+    DARK_INK,
+    FAINT,
+    GROUND,
+    INK,
+    NAMED,
+    in_the_dark,
+)
 from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction, Receive, Send
 from pippy.drivers.report.activity import Activity, Cause
-from pippy.drivers.report.colours import FILLS, HATCHED, css_class, dark_colours
 from pippy.drivers.report.step_data import StepData
 from pippy.ir.base.readable import bytes_text, duration
+
+# The colours of what workers do in a step. Passes are bright; idle time is a shade of the page; starting is hatched.
+
+
+FILLS = {
+    **{str(key): kind.colour for key, kind in KINDS.items() if kind.colour},
+    Cause.STARTING: "#8d96a1",
+    Cause.FILL: "#eceff2",
+    Cause.WAITING: "#fad0d0",
+    Cause.TRANSFER: "#f5ac3d",
+    Cause.SENDING: "#c9683c",
+    Cause.ADDING: "#d6487d",
+    Cause.PYTHON: "#565b63",
+    Cause.DRAIN: "#eceff2",
+}
+DARK_FILLS = FILLS | {
+    Cause.STARTING: "#4f5964",
+    Cause.FILL: "#20262c",
+    Cause.WAITING: "#5b3038",
+    Cause.PYTHON: "#8a919b",
+    Cause.DRAIN: "#20262c",
+}
+HATCHED = Cause.STARTING
+
+
+def css_class(kind: str) -> str:
+    """The class of what has a colour.
+
+    >>> css_class("adding up")
+    'k-adding-up'
+    """
+    return f"k-{kind.replace(' ', '-')}"
+
+
+def dark_colours() -> str:
+    """The style sheet that gives a drawing of a step, and what has the same classes, the colours of dark pages."""
+    changed = {kind: colour for kind, colour in DARK_FILLS.items() if colour != FILLS[kind]}
+    boxes = {f".step .{css_class(kind)} rect": f"fill: {colour}" for kind, colour in changed.items() if kind != HATCHED}
+    swatches = {f"i.{css_class(kind)}": f"background-color: {colour} !important" for kind, colour in changed.items()}
+    others = {
+        ".step": f"fill: {DARK_INK}",
+        ".step .ground": f"fill: {DARK_GROUND}",
+        ".step .axis line": f"stroke: {DARK_FAINT}",
+        ".step .box text": f"fill: {NAMED}",
+        ".step .hatch rect": f"fill: {DARK_FILLS[HATCHED]}",
+        ".step .hatch path": f"stroke: {DARK_GROUND}",
+    }
+    return in_the_dark(others | boxes | swatches)
+
 
 DRAWING_WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW_HEIGHT, ROW_GAP = 26, 5
@@ -233,3 +294,117 @@ def ticks(span: float) -> Iterator[float]:
     while count * step <= span * 1.001:
         yield count * step
         count += 1
+
+
+# The timeline of a step on a page: the drawing, with what zooms and explains it.
+
+
+def timeline(step: StepData, span: float = 0.0, number: int = 0) -> str:
+    """The HTML of a step's timeline. It shows ``span`` seconds if the step is shorter; ``number`` is its own on the page."""
+    drawing = ElementTree.tostring(draw(step, page=True, number=number), encoding="unicode")
+    legend = "".join(
+        f'<span><i class="swatch {css_class(kind)}" style="background-color:{FILLS[kind]}"></i>{escape(words)}</span>'
+        for kind, words in used(step).items()
+    )
+    span = max(span, step.makespan, float(step.predicted.makespan))
+    frame = json.dumps({"left": LEFT, "right": DRAWING_WIDTH - RIGHT, "span": span})
+    return (
+        '<div class="timeline"><div class="tools"><button data-do="in">zoom in</button><button data-do="out">zoom out</button>'
+        '<button data-do="all">all</button>'
+        '<button data-do="arrows" aria-pressed="false">arrows of sends</button><span class="hint">'
+        "click into it, and the wheel or +/− zooms; drag or arrow keys move; pointing at a box names it; "
+        f"its number is {_numbers(step)}</span></div>"
+        f'<div class="view" tabindex="0" data-frame=\'{escape(frame)}\'>{drawing}</div>'
+        f'<div class="legend">{legend}</div>{_clocks(step)}</div>'
+    )
+
+
+def _numbers(step: StepData) -> str:
+    """What the number in a box says."""
+    several = any(len(step.stages_of(worker)) > 1 for worker in range(step.program.workers))
+    return "its stage and micro-batch" if several else "that of the micro-batch"
+
+
+def _clocks(step: StepData) -> str:
+    wrong = max(step.clock_errors)
+    if not wrong:
+        return ""
+    worker = step.clock_errors.index(wrong)
+    return (
+        f"<p>The workers are on several hosts. Their clocks were brought together by the values that they sent one another; "
+        f"the times of {escape(step.named(worker))} may be off by {duration(wrong)}.</p>"
+    )
+
+
+# Writes recorded steps as trace events, which Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) open.
+#
+# Each worker is a track. An arrow goes from each send to its receive. The predicted computations are a second process.
+
+
+MEASURED, PREDICTED = 0, 1
+TraceEvent = dict[str, Any]
+
+
+def perfetto_trace(steps: Sequence[StepData]) -> str:
+    """The JSON of some steps, in the order in which they ran."""
+    events = [*_metadata(MEASURED, "measured", steps[0].workers), *_metadata(PREDICTED, "predicted", steps[0].workers)]
+    free = 0.0  # when the predictions of earlier steps end: they must not overlap on a track
+    for number, step in enumerate(steps):
+        shift = step.begin - steps[0].begin
+        events += [*_activities(step, shift), *_flows(step, shift, number), *_prediction(step, max(shift, free))]
+        free = max(shift, free) + float(step.predicted.makespan)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _metadata(process: int, name: str, workers: Sequence[str]) -> Iterator[TraceEvent]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    for worker, its_name in enumerate(workers):
+        names = {"name": f"worker {worker}" if its_name == f"worker{worker}" else f"worker {worker}: {its_name}"}
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": worker, "args": names}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": worker, "args": {"sort_index": worker}}
+
+
+def _slice(
+    process: int, worker: int, name: str, category: str, start: float, end: float, args: TraceEvent
+) -> TraceEvent:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": worker, **times, "args": args}
+
+
+def _activities(step: StepData, shift: float) -> Iterator[TraceEvent]:
+    for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
+        for activity in step.activities[worker]:
+            if activity.cause in (Cause.STARTING, Cause.DRAIN) and activity.at is None:
+                continue  # nothing is done
+            instruction = order[activity.at] if activity.at is not None else None
+            args: TraceEvent = {} if instruction is None else {"instruction": str(instruction)}
+            if isinstance(instruction, Compute):
+                args |= {"stage": instruction.stage, "microbatch": instruction.microbatch}
+            elif isinstance(instruction, Send) and activity.at is not None:
+                args |= {"bytes": record.sizes[activity.at]}
+            name = str(instruction) if isinstance(instruction, Compute) else activity.label
+            times = activity.start + shift, activity.end + shift
+            yield _slice(MEASURED, worker, name, activity.cause.name, *times, args)
+
+
+def _flows(step: StepData, shift: float, number: int) -> Iterator[TraceEvent]:
+    """The arrows: each begins with its send, and ends in the last part of its receive."""
+    for worker, parts in enumerate(step.activities):
+        for activity in parts:
+            receive = step.program.orders[worker][activity.at] if activity.at is not None else None
+            if isinstance(receive, Receive) and activity.cause == Cause.TRANSFER:
+                sent = step.send_times[receive.value, receive.microbatch, worker]
+                middle = (activity.start + activity.end) / 2
+                name = f"{receive.value}.{receive.microbatch}"
+                arrow = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
+                yield {"ph": "s", **arrow, "tid": receive.source, "ts": (sent + shift) * 1e6}
+                yield {"ph": "f", "bp": "e", **arrow, "tid": worker, "ts": (middle + shift) * 1e6}
+
+
+def _prediction(step: StepData, shift: float) -> Iterator[TraceEvent]:
+    for worker, spans in enumerate(step.predicted.timeline.spans):
+        for span in spans:
+            args = {"stage": span.compute.stage, "microbatch": span.compute.microbatch}
+            times = float(span.start) + shift, float(span.end) + shift
+            yield _slice(PREDICTED, worker, str(span.compute), "PREDICTED", *times, args)
