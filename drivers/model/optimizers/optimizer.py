@@ -26,11 +26,12 @@ from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
-from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import check_words, place_words, words_of
 from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.without_dynamo import optimizers_import_no_dynamo
 from pippy.ir.record.code_reads import have_same_values
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
@@ -61,6 +62,7 @@ class PipelineOptimizer(Optimizer):
                 f"{brief(optimizer_class)} is not an optimizer class; give one, as in "
                 "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
+        optimizers_import_no_dynamo()
         options = dict(kwargs)
         self._divide_state = _checked_divided(options.pop("divide_state", False), placed)
         self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
@@ -77,7 +79,7 @@ class PipelineOptimizer(Optimizer):
         self._named_parameters = self.named_parameters()
         self.stepped = False
         self.optimizer_class = optimizer_class
-        self.factory = partial(_make, optimizer_class, tuple(args), options)
+        self.factory = partial(made_optimizer, optimizer_class, tuple(args), options)
         self.make_again(placed.workers)
 
     def __repr__(self) -> str:
@@ -407,10 +409,6 @@ def _checked_divided(divide_state: Any, placed: PlacedPipe) -> bool:
             "with replicas=2, or leave divide_state out"
         )
     return divide_state
-
-
-def _make(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:
-    return optimizer_class(groups, *args, **options)
 
 
 def _same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
