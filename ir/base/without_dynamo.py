@@ -6,18 +6,14 @@ no protection. As soon as something has imported it, they are torch's own again.
 """
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_DISABLED = (
-    "__dynamo_disable"  # where torch keeps the function that it calls in place of one that is not to be compiled
-)
+_DISABLED = "__dynamo_disable"  # where torch keeps what it calls in place of a function that is not to be compiled
 _wrapped: Any = getattr(sys.modules[Optimizer.__module__], "_use_grad_for_differentiable", lambda step: step)
 _IMPORTS = _wrapped(lambda _: None).__code__  # the code of the steps of torch's optimizers, which imports torch._dynamo
 
@@ -38,45 +34,36 @@ def import_no_dynamo(function: Any) -> None:
 
     >>> import_no_dynamo(torch.optim.Optimizer.zero_grad)
     """
-    plain = getattr(function, "__wrapped__", None)
+    plain: Any = getattr(function, "__wrapped__", None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _is_there():
+        if "torch._dynamo" not in sys.modules:
             return plain(*args, **kwargs)
         vars(plain).pop(_DISABLED, None)  # torch makes its own
         return function(*args, **kwargs)
 
     if plain is not None and not hasattr(plain, _DISABLED):
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]
         setattr(plain, _DISABLED, call)
 
 
-@functools.cache
 def optimizers_import_no_dynamo() -> None:
-    """Have torch's optimizers, and those that inherit from them, work without torch._dynamo until it is there."""
+    """Have torch's optimizers, and those that inherit from them, work without torch._dynamo until it is there.
+
+    A class of which there was an optimizer before has imported it.
+    """
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
         import_no_dynamo(method)
-    for each in Optimizer.__subclasses__():
-        step: Any = inspect.unwrap(each.step, stop=_imports)
-        if _imports(step):
-            each.step = Optimizer.profile_hook_step(_step(step))  # type: ignore[method-assign]
-            each.step.hooked = True  # type: ignore[attr-defined]  # as torch marks a step that calls the hooks
+    for each in list[Any](Optimizer.__subclasses__()):
+        if getattr(each.step, "__code__", None) is _IMPORTS:
+            each.step = _step(each.step)
 
 
-def _imports(step: Any) -> bool:
-    return getattr(step, "__code__", None) is _IMPORTS
-
-
-def _step(step: Any) -> Callable[..., Any]:
+def _step(step: Any) -> Any:
     @functools.wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_there():
+        if "torch._dynamo" in sys.modules:
             return step(self, *args, **kwargs)
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             return step.__wrapped__(self, *args, **kwargs)
 
     return run
-
-
-def _is_there() -> bool:
-    return "torch._dynamo" in sys.modules
