@@ -31,7 +31,6 @@ from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import check_words, place_words, words_of
 from pippy.ir.base.readable import count_with_noun, shortened
-from pippy.ir.base.without_dynamo import optimizers_import_no_dynamo
 from pippy.ir.record.code_reads import have_same_values
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
@@ -62,7 +61,6 @@ class PipelineOptimizer(Optimizer):
                 f"{brief(optimizer_class)} is not an optimizer class; give one, as in "
                 "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
-        optimizers_import_no_dynamo()
         options = dict(kwargs)
         self._divide_state = _checked_divided(options.pop("divide_state", False), placed)
         self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
@@ -74,7 +72,7 @@ class PipelineOptimizer(Optimizer):
         named = [{**group, "params": [self.names[id(each)] for each in group["params"]]} for group in groups]
         check_gradient_layouts(placed.compiled, optimizer_class, args, options, named)
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
-        here = optimizer_class(groups, *args, **options)
+        here = made_optimizer(optimizer_class, args, options, groups)
         super().__init__(here.param_groups, here.defaults)
         self._named_parameters = self.named_parameters()
         self.stepped = False

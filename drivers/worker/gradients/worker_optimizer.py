@@ -20,8 +20,9 @@ from pippy.ir.base.without_dynamo import optimizers_import_no_dynamo
 MASTER = "master_parameter"  # the name of a copy in the state of its parameter
 
 
-def made_optimizer(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:
+def made_optimizer(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], groups: Any) -> Optimizer:
     """An optimizer of parameters in groups. Workers get this function from the script, and have imported its module."""
+    optimizers_import_no_dynamo()
     return optimizer_class(groups, *args, **options)
 
 
@@ -40,7 +41,6 @@ class WorkerOptimizer:
             if master_dtype is not None and parameter.is_floating_point() and parameter.dtype != master_dtype:
                 self.masters[key] = parameter.detach().to(master_dtype).requires_grad_()
         self.optimized = {**self.parameters, **self.masters}  # what torch's optimizer has
-        optimizers_import_no_dynamo()
         self.optimizer = factory([{**g, "params": [self.optimized[id(p)] for p in g["params"]]} for g in groups])
         self.parameters_changed = False  # by something else than this optimizer
 
