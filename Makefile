@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+USABLE := $(VENV)/usable
 READY  := $(VENV)/ready
 # ruff does not walk through links by itself
 SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/source_pages.py docs/notebook.ipynb
@@ -12,7 +13,7 @@ SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_si
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY) ## split, draw and train a small transformer on workers, report where its time goes, and time it beside plain PyTorch
+demo: $(USABLE) ## split, draw and train a small transformer on workers, report where its time goes, and time it beside plain PyTorch
 	@$(BIN)/python exps/demo.py
 
 # what failed is said at the end (-rsfE). The tests start a hundred processes, and without its byte code each of them would compile pippy again
@@ -57,9 +58,15 @@ package: $(READY) ## build the source distribution and the wheel in build/dist, 
 
 setup: $(READY) ## make the virtual environment
 
-$(READY): pyproject.toml constraints.txt
+# torch and pippy, which are all that the demo needs
+$(USABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "pippy needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $(USABLE)
+
+# and what tests, checks and benchmarks need
+$(READY): $(USABLE)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 

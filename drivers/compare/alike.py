@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.operations import RATES, draws, name_of
+from pippy.ir.base.without_dynamo import DispatchMode
 
 FixedDraw = Callable[[Mapping[str, Any]], Any]
 

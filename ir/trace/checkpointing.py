@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch.utils.checkpoint
 from torch import fx
@@ -19,9 +18,10 @@ from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.source_line import SourceLine
+from pippy.ir.base.without_dynamo import import_no_dynamo
 from pippy.ir.run.checkpointed_parts import REENTRANT, BeginPart, begin_part, end_part, is_begin, is_end, parts_of
 from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.tracing_thread import is_tracing, patched_here
+from pippy.ir.trace.tracing_thread import patched_here
 
 _DEFAULTS: dict[str, Any] = {
     "preserve_rng_state": True,
@@ -30,7 +30,6 @@ _DEFAULTS: dict[str, Any] = {
     "early_stop": True,
 }
 _POSITIONAL = "_checkpoint_without_reentrant_generator"  # in torch 2.13; later, another one takes its arguments by name
-_DISABLED = "__dynamo_disable"  # where torch keeps the function that `checkpoint` calls
 _torchs: Any = torch.utils.checkpoint
 GENERATOR = f"{_POSITIONAL}_impl" if hasattr(_torchs, f"{_POSITIONAL}_impl") else _POSITIONAL
 """The name of the function of torch that encloses a call with ``use_reentrant=False``."""
@@ -57,22 +56,8 @@ def recording_checkpoints(tracer: fx.Tracer) -> Iterator[None]:
     def by_name(_: Any, args: Any, __: Any, **options: Any) -> Iterator[None]:
         return record(args, **options)
 
-    with patched_here(_torchs, GENERATOR, positional if GENERATOR == _POSITIONAL else by_name), _without_dynamo():
-        yield
-
-
-@contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """A context in which a call of `checkpoint` does not import torch._dynamo, which is slow, and slower while tracing."""
-    plain = _torchs.checkpoint.__wrapped__
-    known = getattr(plain, _DISABLED, None)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
-            return plain(*args, **kwargs)
-        return (known or torch._dynamo.disable(plain, wrapping=False))(*args, **kwargs)
-
-    with patch.object(plain, _DISABLED, call, create=True):
+    import_no_dynamo(_torchs.checkpoint)  # which is slow, and slower while tracing
+    with patched_here(_torchs, GENERATOR, positional if GENERATOR == _POSITIONAL else by_name):
         yield
 
 

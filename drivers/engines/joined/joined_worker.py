@@ -4,7 +4,6 @@ It imports what a worker needs, goes to the controller's door, says where it is,
 at once, or when it is to take the place of one that was lost. It ends when the controller says so, or is gone.
 """
 
-import importlib
 import os
 import signal
 import socket
@@ -53,7 +52,6 @@ def join_cluster(
     secret = _secret_in(secret_file, until)
     keep_freed_memory()
     load(WORKER)
-    importlib.import_module("torch._dynamo")  # which the first optimizer would import
     end, invitation = _come_in(host, port, secret, until)
     JoinedWorker(end, invitation).run({**place_of_this_process(), "device": device, "threads": threads})
 

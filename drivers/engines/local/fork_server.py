@@ -31,8 +31,8 @@ from pippy.drivers.engines.local.launch_reports import Died, Failed, killed_for_
 from pippy.drivers.engines.local.parent_death import die_with_parent, watch_controller
 from pippy.drivers.engines.standard_streams import open_standard_streams
 
-# torch, and a module that the first backward would import in each worker.
-NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
+# torch, and what the first command and the first backward would import in each worker.
+NEEDED = ("torch", "numpy.random", "torch.fx.experimental.symbolic_shapes")
 
 PACKET = 1 << 16  # a socket takes no packet of any size
 # First comes the controller's sys.path, without which the import of pippy could fail, in as many packets as it takes.

@@ -344,7 +344,7 @@ class RayEngine:
             if not self._expects(guest):  # and who has ended it has not seen this actor
                 self.ray.kill(guest.actor)
             try:
-                guest.place = self._answer(guest, guest.actor.where.remote(self.launch.worker, guest.name is None))
+                guest.place = self._answer(guest, guest.actor.where.remote(self.launch.worker))
                 return guest.place
             except self.ray.exceptions.RayActorError as error:
                 guest.error = self._not_started(guest, error)

@@ -4,7 +4,6 @@ The calls of Ray start it and give it its place, and the last one, `run`, is ans
 connections. It has them from the beginning: a spare, which has no place yet, ends when they end.
 """
 
-import importlib
 import os
 import queue
 import select
@@ -42,13 +41,11 @@ class RayWorker:
     def __repr__(self) -> str:
         return self.name
 
-    def where(self, worker: str, is_spare: bool) -> dict[str, Any]:
-        """Where this process is, and what it runs. Imports what a worker needs, and for a spare what it needs later, too."""
+    def where(self, worker: str) -> dict[str, Any]:
+        """Where this process is, and what it runs. Imports what a worker needs."""
         import ray
 
         load(worker)
-        if is_spare:
-            importlib.import_module("torch._dynamo")  # which the first optimizer would import
         return {
             **place_of_this_process(),
             "node": ray.get_runtime_context().get_node_id(),

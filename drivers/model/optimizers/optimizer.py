@@ -31,7 +31,7 @@ from pippy.drivers.protocol.state import (
 )
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
-from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import check_words, place_words, words_of
@@ -99,12 +99,12 @@ class PipelineOptimizer(Optimizer):
         named = [{**group, "params": [self.names[id(each)] for each in group["params"]]} for group in groups]
         check_gradient_layouts(placed.compiled, optimizer_class, args, options, named)
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
-        here = optimizer_class(groups, *args, **options)
+        here = made_optimizer(optimizer_class, args, options, groups)
         super().__init__(here.param_groups, here.defaults)
         self._named_parameters = self.named_parameters()
         self.stepped = False
         self.optimizer_class = optimizer_class
-        self.factory = partial(_make, optimizer_class, tuple(args), options)
+        self.factory = partial(made_optimizer, optimizer_class, tuple(args), options)
         self.make_again(placed.workers)
 
     def __repr__(self) -> str:
@@ -434,10 +434,6 @@ def _checked_divided(divide_state: Any, placed: PlacedPipe) -> bool:
             "with replicas=2, or leave divide_state out"
         )
     return divide_state
-
-
-def _make(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:
-    return optimizer_class(groups, *args, **options)
 
 
 def _same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from pippy.drivers.base.errors import OptimizerError
+from pippy.drivers.worker.gradients.worker_optimizer import made_optimizer
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the gradients: some optimizers mix parameters only if their gradients are large
 
@@ -59,7 +59,7 @@ def _updated(
     """The first of two parameters after a few steps of an optimizer that has those with these numbers, in this order."""
     numbers = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 4, generator=numbers)) for _ in range(2)]
-    optimizer: Optimizer = optimizer_class([{"params": [parameters[place] for place in places]}], *args, **options)
+    optimizer = made_optimizer(optimizer_class, args, options, [{"params": [parameters[place] for place in places]}])
     for step, scale in enumerate(_SCALES):
         torch.manual_seed(10 * seed + step)  # what the optimizer draws itself is alike
         for number, parameter in enumerate(parameters):

@@ -15,9 +15,9 @@ from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.shared_generators import shared_generators
-from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.operations import draws
 from pippy.ir.base.trees import describe, leaves
+from pippy.ir.base.without_dynamo import DispatchMode
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.random_state import RandomState, seed_all, untouched_random_state
 

@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.ir.base.trees import map_tensors
+from pippy.ir.base.without_dynamo import optimizers_import_no_dynamo
 
 MASTER = "master_parameter"  # the name of a copy in the state of its parameter
+
+
+def made_optimizer(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], groups: Any) -> Optimizer:
+    """An optimizer of parameters in groups. Workers get this function from the script, and have imported its module."""
+    optimizers_import_no_dynamo()
+    return optimizer_class(groups, *args, **options)
 
 
 class WorkerOptimizer:
@@ -23,7 +31,7 @@ class WorkerOptimizer:
 
     def __init__(
         self,
-        factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        factory: Callable[[list[dict[str, Any]]], Optimizer],
         groups: Sequence[Mapping[str, Any]],
         master_dtype: torch.dtype | None,
     ) -> None:

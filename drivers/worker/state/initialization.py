@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.dispatch_mode import DispatchMode
 from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.operations import draws, effect_of
+from pippy.ir.base.without_dynamo import DispatchMode
 from pippy.ir.run.layers import LayerSpec, spec_of
 from pippy.ir.run.random_state import seed_all, untouched_random_state
 from pippy.ir.run.shared_tensors import memory_of
