@@ -32,8 +32,8 @@ from pippy.drivers.engines.local.local_cluster import WORKER
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 200  # in one message
 
-# Each worker would import these for itself: with its first optimizer, which takes a second; with its first module of the tests.
-ADVANCED = ("torch._dynamo", "pippy.api")
+# Each worker would import this for itself, with its first module of the tests.
+ADVANCED = ("pippy.api",)
 
 
 class StandBy:
