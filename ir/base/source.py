@@ -86,13 +86,17 @@ def of_traceback(traceback: TracebackType | None, below: str) -> SourceLine | No
 def is_called_by_pippy() -> bool:
     """In a function that torch calls back: whether it was pippy that called torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame.f_back is not None and _is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    while frame.f_back is not None and not frame.f_code.co_filename.startswith(_OWN):
+    while frame.f_back is not None and not _is_own(frame.f_code.co_filename):
         if is_users(frame.f_code.co_filename):
             return False
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_OWN)
+    return _is_own(frame.f_code.co_filename)
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_OWN) and not file.endswith("without_dynamo.py")  # whose functions stand for torch's
 
 
 def warn(message: str) -> None:

@@ -34,7 +34,7 @@ def import_no_dynamo(function: Any) -> None:
 
     >>> import_no_dynamo(torch.optim.Optimizer.zero_grad)
     """
-    plain: Any = getattr(function, "__wrapped__", None)
+    plain: Any = getattr(function, "__wrapped__", function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
@@ -42,8 +42,7 @@ def import_no_dynamo(function: Any) -> None:
         vars(plain).pop(_DISABLED, None)  # torch makes its own
         return function(*args, **kwargs)
 
-    if plain is not None and not hasattr(plain, _DISABLED):
-        setattr(plain, _DISABLED, call)
+    vars(plain).setdefault(_DISABLED, call)
 
 
 def optimizers_import_no_dynamo() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from pippy import Pipe, PipelineDriver1F1B, cluster
+from pippy.errors import DriverError, OptimizerError
 
 folder, engine, place = sys.argv[1:]
 
@@ -34,14 +35,22 @@ if engine == "joined":
     command = [sys.executable, "-m", "pippy", "worker", "--join", place, "--secret-file", secret, "--threads", "1"]
     joining = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
 with cluster(2, **options, **({} if joining else {"threads": 1}), start_timeout=200.0) as workers:
-    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.MSELoss())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = Pipe.from_sequential(model, nn.MSELoss())
     driver = PipelineDriver1F1B(pipe, workers)
     optimizer = driver.instantiate_optimizer(Noting, lr=0.1)
     driver.run(4, torch.randn(8, 8), torch.randn(8, 8))
     optimizer.step()
     optimizer.zero_grad()
+    driver.run(4, torch.randn(8, 8), torch.randn(8, 8))
+    own, refused = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for each in (own.step, own.zero_grad):
+        try:
+            each()
+        except (DriverError, OptimizerError) as error:
+            refused.append(str(error))
     pids = [each.pid for each in workers.session.workers]
-print(json.dumps({"workers": pids, "script": [each for each in sys.modules if each == "torch._dynamo"]}))
+print(json.dumps({"workers": pids, "refused": refused, "dynamo": "torch._dynamo" in sys.modules}))
 for each in joining:
     each.wait()
 """
@@ -60,18 +69,20 @@ MOST_MEMORY = 40 << 10  # KiB. A worker has 20 MiB; with torch._dynamo 92 MiB
 
 
 def first_step(engine, folder):
-    """What each worker notes after the first step and the first step of an optimizer; the heavy modules of the script."""
+    """What each worker notes after the first step and the first step of an optimizer, and what the script says of itself."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     told = json.loads(python(SCRIPT, str(folder), engine, place))
-    return [json.loads((folder / f"{pid}.json").read_text()) for pid in told["workers"]], told["script"]
+    return [json.loads((folder / f"{pid}.json").read_text()) for pid in told["workers"]], told
 
 
 @pytest.mark.parametrize("engine", ["local", "joined"])
 def test_a_first_step_with_an_optimizer_imports_next_to_nothing(engine, tmp_path):
     loaded = set(python(LOADED).split())
-    workers, of_the_script = first_step(engine, tmp_path)
-    assert len(workers) == 2 and of_the_script == []
+    workers, script = first_step(engine, tmp_path)
+    assert len(workers) == 2 and not script["dynamo"]
+    step, zero_grad = script["refused"]
+    assert step.startswith("this SGD can update nothing") and zero_grad.startswith("zero_grad() asks for .grad")
     for worker in workers:
         new = set(worker["modules"]) - loaded
         assert not {each for each in new if each.startswith(("torch._dynamo", "sympy", "pippy.ir.trace"))}
