@@ -6,10 +6,10 @@ Method:   a new local cluster for each number of workers, with one intra-op thre
           worker; a driver that checks its first step, with AdamW. Read from the kernel's files after that step: the processor
           time of each worker since it was forked, and the memory that it shares with no other process. The seconds are those
           of a clock, from the making of the driver to the end of the optimizer's step, and contain what else the machine does.
-Finding:  two cores, which had three, five and nine times the work that they can do, in three runs. 8 workers took 0.04 to 0.07 s
+Finding:  two cores with three, five and nine times the work that they can do, in three runs. 8 workers took 0.04 to 0.07 s
           of processor time and held 19 to 20 MB of their own, and 0.4, 0.7 and 1.2 s passed. 64 workers took 0.04 to 0.09 s
           and held 19 to 21 MB, and 2.9, 4.4 and 12.4 s passed, of which the script computed for 0.6. Before optimizers and
-          modes did without torch._dynamo, each of 8 workers took 0.79 s and held 95 MB, the script took 0.95 s, and 16 s passed.
+          modes did without torch._dynamo, each of 8 workers took 0.79 s and held 95 MB, the script took 0.95 s; 16 s passed.
 """
 
 import argparse
