@@ -29,6 +29,10 @@ anywhere, noticed in 0.6, not at all (all end), 4.2, 0.1 and 3.4 s at most; no p
 for messages raised a ClusterError of no worker, since a ping went through the worker's other connection. With that mended,
 none of the second group was.
 
+With stages that never end, locks that are held and fork servers that are replaced, ``--places local --deadly 0.3 --seed 41`` at
+a load of 8 to 14: 157 faults, none wrong; a stage that never ends was lost 3.2 s after the call that waited for it, a worker
+that held Python's lock for 6 s was not.
+
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random: on a local cluster,
 on actors of a Ray with two nodes, on workers that join (one of which shares no memory with the others), under torchrun on one
 host, or under torchrun on two (network namespaces). A fault is
