@@ -372,8 +372,7 @@ class Session:
 
     def _doing(self, workers: Iterable[int], timeout: float = 1.0) -> dict[int, str]:
         """What some workers do or wait for, as they say themselves."""
-        calls = [self.urgent(worker, Dump()) for worker in workers if worker not in self.log.gone]
-        said = {call.worker: call.answer for call in self.completed(calls, timeout)}
+        said = self._ask(Dump(), [worker for worker in workers if worker not in self.log.gone], timeout)
         gone = dict.fromkeys(self.log.gone, "it was lost, and has no process")
         return {worker: {**said, **gone}.get(worker) or self._silent(worker, timeout) for worker in workers}
 
@@ -392,11 +391,15 @@ class Session:
     def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
         """From which worker to which values stay on devices, and from which to which they do not, with the reason."""
         try:
-            calls = [self.urgent(worker, AskWays()) for worker in self.log.present]
-            said = {call.worker: call.answer for call in self.completed(calls, timeout)}
+            said = self._ask(AskWays(), self.log.present, timeout)
         except ClusterError:
             return {}
         return {(one, other): why for one, ways in said.items() for other, why in ways.items()}
+
+    def _ask(self, message: Any, workers: Iterable[int], timeout: float) -> dict[int, Any]:
+        """What the workers that answer in time say at once."""
+        calls = [self.urgent(worker, message) for worker in workers]
+        return {call.worker: call.answer for call in self.completed(calls, timeout)}
 
     # Who is alive
 

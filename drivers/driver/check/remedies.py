@@ -81,7 +81,7 @@ class Remedies:
         target, given = self.comparisons.compiled.target_name, rows.division.arguments
         inputs = sorted(given.items(), key=lambda each: each[0] == target)  # the target last
         cut = [name for name, value in inputs if isinstance(value, CutTensor) and not rows.is_piece]
-        turned = [name for name in cut if _next_dimension(given[name]) != given[name]]
+        turned = [name for name in cut if _next_dimension(given[name]) is not given[name]]
         for names in dict.fromkeys([tuple(turned), *((name,) for name in turned)]) if turned else ():
             yield names, "TensorChunkSpec(1)", _next_dimension
         for name in (
