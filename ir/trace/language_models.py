@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.errors import GenerationError, SliceError
+from pippy.ir.base.errors import GenerationError, PippyError, SliceError
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import parts_of
@@ -36,18 +36,23 @@ _ROWS, _BEFORE, _LENGTH = 2, 7, 5  # what the example has of each: other numbers
 
 def check_can_generate(model: nn.Module) -> None:
     """Raise unless ``model`` is a causal language model with a cache, as transformers has them."""
-    missing = [name for name in CACHE_ARGUMENTS if name not in named_parameters(model)]
+    instead = "call driver.copy_to(model), and then model.generate() in this process"
+    _check_has_cache(model, GenerationError, "generate() is", "", instead)
+
+
+def _check_has_cache(model: nn.Module, error: type[PippyError], what: str, first: str, instead: str) -> None:
+    """Raise an error unless ``model`` is a causal language model with a cache. ``what`` is for such models; what to do
+    ``first`` for others, and ``instead`` for those with an encoder."""
+    name = type(model).__name__
+    missing = [each for each in CACHE_ARGUMENTS if each not in named_parameters(model)]
     if missing:
-        raise GenerationError(
-            "generate() is for causal language models with a cache of keys and values, as transformers has them, and the "
-            f"forward of {type(model).__name__} does not take {', '.join(missing)}; make the Pipe of the language model itself "
-            "(of a GPT2LMHeadModel, say), and not of a module around it"
+        raise error(
+            f"{what} for causal language models with a cache of keys and values, as transformers has them, and the forward of "
+            f"{name} does not take {', '.join(missing)}; {first}make the Pipe of the language model itself (of a "
+            "GPT2LMHeadModel, say), and not of a module around it"
         )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise GenerationError(
-            f"{type(model).__name__} has an encoder and a decoder, and generate() is for models that have a decoder only; "
-            "call driver.copy_to(model), and then model.generate() in this process"
-        )
+        raise error(f"{name} has an encoder and a decoder, and {what} for models that have a decoder only; {instead}")
 
 
 def trace_generation(model: nn.Module, prompt: bool) -> Traced:
@@ -181,18 +186,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def check_can_be_sliced(model: nn.Module, compiled: Compiled) -> None:
     """Raise unless ``model``, which ``compiled`` was made from, is a causal language model with a cache, as of transformers."""
-    name, config = type(model).__name__, getattr(model, "config", None)
-    missing = [each for each in CACHE_ARGUMENTS if each not in named_parameters(model)]
-    if missing:
-        raise SliceError(
-            "slices= is for causal language models with a cache of keys and values, as transformers has them, and the "
-            f"forward of {name} does not take {', '.join(missing)}; leave slices= out, or make the Pipe of the language model "
-            "itself (of a GPT2LMHeadModel, say), and not of a module around it"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise SliceError(
-            f"{name} has an encoder and a decoder, and slices= is for models that have a decoder only; leave slices= out"
-        )
+    name = type(model).__name__
+    _check_has_cache(model, SliceError, "slices= is", "leave slices= out, or ", "leave slices= out")
     for path, module in model.named_modules():
         which = repr(path) if path else "the model"
         if False in (getattr(module, "is_causal", None), getattr(getattr(module, "config", None), "is_causal", None)):
