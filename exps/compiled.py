@@ -35,10 +35,10 @@ import torch
 from torch import nn
 
 from exps.peers import gpt, gpt2, single
-from exps.peers.compiled_peers import CompiledParts, CompiledSingle, CompiledSingleGpt2
+from exps.peers.compiled_peers import CompiledSingle, CompiledSingleGpt2
 from exps.peers.contestant import Contestant, Rank, Team
 from exps.peers.pippy_peer import Controller, GptPipe, PippyTeam
-from exps.peers.torch_peer import GptParts, TorchTeam
+from exps.peers.torch_peer import CompiledParts, GptParts, TorchTeam
 from exps.versus_torch import RIVAL, chosen, compare
 from pippy import Pipe, PipelineDriver, cluster
 

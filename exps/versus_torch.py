@@ -10,11 +10,15 @@ Method:   every contestant has processes of its own, pinned one to a core, one i
           two workers, each half as long as 1b. "µs/mb" is the time above that, for each micro-batch. torch's steps are
           timed from the start of its first rank to the end of its last, without a barrier; pippy's from the call of the
           controller to its return.
-Finding:  two cores of a virtual machine, of torch 1F1B. medium (6 rounds): pippy zb_v 0.89 (0.84–0.98), 1f1b 0.93 (0.88–1.07),
-          torch's best, DualPipeV, 0.91. small (16 rounds): pippy 1f1b 0.93 (0.87–1.01), looped_bfs 0.95, torch's best is 1F1B;
-          the bound 0.76. tiny (30 rounds): pippy fill_drain 0.76 (0.70–0.83), 1f1b 0.76, with 738 and 756 µs of overhead a
-          micro-batch where torch 1F1B has 1,479. While other work ran, intervals were twice as wide. The aims were 0.92 and
-          0.8 for 1f1b on medium and small, and 500 µs on tiny; exps/README.md explains the difference.
+Finding:  two cores of a virtual machine, of torch 1F1B. small (40 rounds): pippy 1f1b 0.91 (0.88–0.98), zb_v 0.94 (0.92–1.02),
+          fill_drain 0.94; torch's best is 1F1B; the bound 0.63. Compiled: pippy 1f1b 0.76 (0.74–0.82), zb_v 0.77, torch's 1F1B
+          0.84 (0.81–0.91); as graphs zb_h1 0.88 (0.85–0.95). tiny (40 rounds): pippy fill_drain 0.63 (0.60–0.69), 1f1b 0.68
+          (0.64–0.74), with 326 and 391 µs of overhead a micro-batch where torch 1F1B has 868; compiled, pippy 0.48 (0.45–0.52),
+          torch 0.64 (0.60–0.70); the bound 0.41. medium (6 rounds, too few): pippy zb_v
+          0.89 (0.84–0.98), 1f1b 0.93 (0.88–1.07), torch's best, DualPipeV, 0.91.
+          While other work ran, intervals were twice as wide, and another processor had 1f1b on small at 0.986 (0.943–1.032, 60
+          rounds). Fewer than 30 rounds on small and tiny, and 12 on medium, decide nothing. exps/step_and_bound.py says what
+          lies between a step and the bound.
           Forwards computed again (medium, 7 rounds, --only "torch 1F1B" again "pippy 1f1b" --beside "pippy 1f1b"): of pippy's
           1f1b, "always" takes 1.29 (1.21–1.40), torch's 1F1B with torch.utils.checkpoint around its blocks 1.30 (1.24–1.38),
           "except_last" 1.15 (1.03–1.23), and torch's without 1.10 (1.06–1.17). The aim was 1.34.
@@ -57,12 +61,13 @@ def entries(keep_memory: bool) -> Entries:
     again[f"again {RIVAL}"] = partial(torch_peer.torch_peer, "1F1B", keep_memory=keep_memory, again=True)
     for mode in ("always", "except_last"):
         again[f"again pippy 1f1b {mode}"] = partial(pippy_peer.pippy_peer, "1f1b", checkpoint=mode)
-    # their stages run as graphs, or compiled piece by piece
+    # their stages run as graphs, or compiled piece by piece; torch's are compiled as torch.compile does it
     compiled = {
         f"{compile} pippy {name}": partial(pippy_peer.pippy_peer, name, compile=compile)
         for compile in ("graphs", "inductor")
         for name in ("1f1b", "zb_h1", "zb_v")
     }
+    compiled[f"inductor {RIVAL}"] = partial(torch_peer.torch_peer, "1F1B", keep_memory=keep_memory, compile=True)
     return {
         "1b": partial(single.single, keep_memory=keep_memory),
         "bound": partial(single.bound, keep_memory=keep_memory),

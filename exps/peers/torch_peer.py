@@ -96,6 +96,20 @@ class GptParts(NamedTuple):
         return gpt.part(self.size, stage, stages, self.again)
 
 
+class CompiledParts(NamedTuple):
+    """Makes stages as ``parts`` does, and has torch compile each when it is first called."""
+
+    parts: Parts
+
+    def __call__(self, stage: int, stages: int) -> nn.Module:
+        from torch._functorch import config  # slow to import
+
+        config.donated_buffer = False  # else its backward fails if it comes in halves
+        made = self.parts(stage, stages)
+        made.compile()
+        return made
+
+
 class TorchTeam(Team):
     """Processes that meet in a private file."""
 
@@ -113,11 +127,17 @@ class TorchTeam(Team):
 
 
 def torch_peer(
-    name: str, size: gpt.Size, keep_memory: bool = False, again: bool = False, hosts: Sequence[Host] = ()
+    name: str,
+    size: gpt.Size,
+    keep_memory: bool = False,
+    again: bool = False,
+    hosts: Sequence[Host] = (),
+    compile: bool = False,
 ) -> TorchTeam:
     """torch's pipelining with the schedule ``name`` of `SCHEDULES`; ``again``: its blocks in torch.utils.checkpoint.
 
-    With ``hosts`` each rank is on one of them.
+    With ``hosts`` each rank is on one of them. With ``compile`` torch compiles each stage when it is first called.
     """
-    given = GptParts(size, again), gpt.batch(size), gpt.loss_fn
+    parts: Parts = GptParts(size, again)
+    given = CompiledParts(parts) if compile else parts, gpt.batch(size), gpt.loss_fn
     return TorchTeam(name, gpt.CHUNKS, *given, keep_memory=keep_memory, hosts=hosts)
