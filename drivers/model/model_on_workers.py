@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer, with_groups
-from pippy.drivers.model.optimizers.stale_models import StaleModels
+from pippy.drivers.model.optimizers.stale_models import CopiedWhenRead, StaleModels
 from pippy.drivers.model.parameters import RemoteParameters
 from pippy.drivers.model.recovery.recovery import Recovery
 from pippy.drivers.model.state.filling import Filling
@@ -21,7 +23,7 @@ from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.step_numbers import checked_numbers
 from pippy.ir.base.near_names import near_names
 from pippy.ir.base.public_calls import placing_words, refuse_words
-from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.pipe import Pipe, compiled_of, model_of
 from pippy.ir.record.model_watch import ModelWatch
 
 
@@ -161,6 +163,27 @@ class ModelOnWorkers:
         True
         """
         self.parameters.copy_to(model)
+
+    def copied_when_read(self) -> AbstractContextManager[None]:
+        """A context for a callback of a training loop: if it reads the model of this process, the workers' numbers are copied
+        there first.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with cluster(2, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     optimizer.step()
+        ...     with driver.copied_when_read():
+        ...         average = torch.zeros(2, 2).lerp(model[0].weight, 0.1)
+        ...     print(torch.equal(model[0].weight, driver.state_dict()["0.weight"]))
+        True
+        """
+        model = model_of(self.pipe)
+        if model is None or self.stale.is_current:
+            return nullcontext()
+        return CopiedWhenRead(self.stale, model, partial(self.copy_to, model))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict, in the model's names, into the Pipe and into all workers."""

@@ -72,14 +72,19 @@ class RunningStatistics:
 
     def warn(self, chunks: int) -> None:
         """Warn once before a norm changes its running statistics by micro-batches."""
-        if chunks > 1 and not self.warned and (changing := self._changing()):
+        if not self.warned and (told := self.told(chunks)):
             self.warned = True
-            source.warn(
-                f"{changing} changes its running statistics by each of {chunks} micro-batches, and not by the mini-batch as "
-                "in the plain model, so that evaluation differs from that of plain training: "
-                "pippy.convert_deferred_batch_norm(model) makes them those of the whole mini-batch. To keep them as they are, "
-                "put the norm into eval()"
-            )
+            source.warn(told)
+
+    def told(self, chunks: int) -> str:
+        """What a step in so many micro-batches makes of running statistics, and what to do; nothing if it changes none."""
+        changing = self._changing() if chunks > 1 else ""
+        return changing and (
+            f"{changing} changes its running statistics by each of {chunks} micro-batches, and not by the mini-batch as "
+            "in the plain model, so that evaluation differs from that of plain training: "
+            "pippy.convert_deferred_batch_norm(model) makes them those of the whole mini-batch. To keep them as they are, "
+            "put the norm into eval()"
+        )
 
     def _changing(self) -> str:
         """The names of the norms that would change their statistics; nothing if none would."""

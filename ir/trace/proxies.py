@@ -48,6 +48,9 @@ class RecordingProxy(fx.Proxy):
     known (`values.py`), this one also answers what Python asks of a size, of a dtype or of a container.
     """
 
+    def __repr__(self) -> str:  # which a forward may print
+        return f"Proxy({self.node.name}: no numbers while this code is traced)"
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 

@@ -270,7 +270,7 @@ class Weighing:
         if layers < self.stages:
             return (
                 f"the model cannot be cut into {self.stages} stages, of which each needs a layer: it has {layers} {noun}: "
-                f"{self._layer_names()}"
+                f"{self._layer_names()}; give num_stages={layers} at most"
             )
         if best_cuts(row) is None:
             what = (

@@ -36,7 +36,7 @@ SEARCHED_BY_COMMAND = 1000  # with more computations than this, the list schedul
     metavar="[NAME=]DTYPE[SIZES]",
     help="An input of its mini-batch, the target too.",
 )
-@click.option("--loss", metavar="MODULE:NAME", help="Its loss: a function or module of (output, target).")
+@click.option("--loss", metavar="NAME", help="Its loss of (output, target): MSELoss of torch, or model.py:loss.")
 def compare(
     workers: int,
     chunks: int,
@@ -65,7 +65,7 @@ def compare(
       pippy compare -p 4 -m 16
       pippy compare -p 4 -m 16 --forward 1 --input 1.2 --weight 0.8 --comm 0.1
       pippy compare -p 2 -m 8 --forward 1,2,2,1
-      pippy compare -p 2 -m 8 --memory model.py:Net --loss torch.nn:MSELoss --example 'float32[64,8]' --example 'float32[64,1]'
+      pippy compare -p 2 -m 8 --memory model.py:Net --loss MSELoss --example 'float32[64,8]' --example 'float32[64,1]'
     """
     from pippy.drivers.plan.language.errors import ScheduleError
     from pippy.drivers.plan.orders.registry import REGISTRY

@@ -39,6 +39,33 @@ def find(target: str) -> Any:
     return _inside(where, module, name)
 
 
+def find_loss(target: str) -> Any:
+    """The loss with this name: one of torch by the name of its class alone, or one of the user's, as `find` finds it.
+
+    >>> find_loss("CrossEntropyLoss")
+    CrossEntropyLoss()
+    >>> find_loss("CrossEntropy")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: torch.nn has no loss 'CrossEntropy'; did you mean 'CrossEntropyLoss'? ...
+    """
+    if not target.isidentifier():
+        value = find(target)
+        return call(target, value, {}) if inspect.isclass(value) else value
+    from torch.nn.modules import loss
+
+    every = {name: getattr(loss, name) for name in loss.__all__}
+    known = {name: kind for name, kind in every.items() if _needs(kind) == 0 and _needs(kind.forward) == 3}
+    if target not in known:
+        hint = hint_at(target, list(known))
+        raise click.ClickException(f"torch.nn has no loss {target!r}; {hint} Name one of yours as in model.py:loss")
+    return known[target]()
+
+
+def _needs(function: Callable[..., Any]) -> int:
+    """How many arguments have to be given."""
+    return sum(each.default is each.empty for each in inspect.signature(function).parameters.values())
+
+
 def _inside(where: str, module: ModuleType, name: str) -> Any:
     value: Any = module
     for part in name.split("."):

@@ -48,7 +48,7 @@ def fit(
 
     \b
     Examples:
-      pippy fit model.py:Net --memory 12GiB -p 4 --loss torch.nn:MSELoss --input 'float32[64,16]' --input 'float32[64,1]'
+      pippy fit model.py:Net --memory 12GiB -p 4 --loss MSELoss --input 'float32[64,16]' --input 'float32[64,1]'
       pippy fit gpt2.py:model --memory 8GiB -p 2 -m 8 --optimizer AdamW --input 'input_ids=int64[32,128]' ...
     """
     import torch
@@ -142,9 +142,7 @@ def _training_pipe(
             f"{target} has {stages_made} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
         )
     if compiled_of(pipe).loss is None:
-        raise click.ClickException(
-            f"{target} has no loss, and what fits is a step of training; give --loss torch.nn:MSELoss"
-        )
+        raise click.ClickException(f"{target} has no loss, and what fits is a step of training; give --loss MSELoss")
     return pipe
 
 
@@ -163,13 +161,9 @@ def _plain(pipe: "Pipe", workers: int) -> "Program":
 def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
     import torch
 
-    every = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
-    known = {
-        each.__name__: each
-        for each in every
-        if issubclass(each, torch.optim.Optimizer) and each.__name__ != "Optimizer"
-    }
-    for title, optimizer_class in known.items():
-        if title.lower() == name.lower():
-            return optimizer_class
+    optimizer, every = torch.optim.Optimizer, filter(inspect.isclass, vars(torch.optim).values())
+    known = {each.__name__: each for each in every if issubclass(each, optimizer) and each is not optimizer}
+    title = {each.lower(): each for each in known}.get(name.lower())
+    if title is not None:
+        return known[title]
     raise click.BadParameter(f"torch.optim has no {name!r}; {hint_at(name, sorted(known))}", param_hint="--optimizer")

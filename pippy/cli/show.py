@@ -1,6 +1,5 @@
 """`pippy show`: shows a model as a Pipe: its graph, its stages, and who sends what to whom."""
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.find import call, find, value_from_text
+from pippy.cli.find import call, find, find_loss, value_from_text
 from pippy.cli.problems import check_can_be_written, plain_warnings, write
 from pippy.ir.base.readable import bytes_text
 from pippy.ir.show.tables import text_table
@@ -30,7 +29,9 @@ _OPTIONS = (
     ),
     click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike."),
     click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage."),
-    click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target)."),
+    click.option(
+        "--loss", metavar="NAME", help="The loss of (output, target): CrossEntropyLoss of torch, or model.py:loss."
+    ),
     click.option(
         "--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use."
     ),
@@ -91,7 +92,7 @@ def show(
     \b
     Examples:
       pippy show model.py:Net
-      pippy show models.gpt:GPT --arg layers=4 --split blocks.2 --loss torch.nn:MSELoss
+      pippy show models.gpt:GPT --arg layers=4 --split blocks.2 --loss MSELoss
       pippy show model.py:Net --input 'float32[32,16]' --format table
       pippy show model.py:Net --input 'float32[32,16]' --compile
       pippy show model.py:Net -o net.svg
@@ -192,9 +193,7 @@ def _model(target: str, model_arguments: dict[str, Any]) -> Any:
 def _loss(target: str) -> Any:
     from torch import nn
 
-    value = find(target)
-    if inspect.isclass(value):
-        value = call(target, value, {})
+    value = find_loss(target)
     if not isinstance(value, nn.Module) and not callable(value):
         raise click.ClickException(
             f"{target} is a {type(value).__name__}; a loss is a function or module of (output, target)"

@@ -228,8 +228,9 @@ class Loop:
                 report.evaluation = self._evaluated(progress)
                 self.updates.evaluated(report.evaluation)
             self.loggers.log(report)
-            for callback in self.callbacks:
-                callback(report)
+            with self.driver.copied_when_read():
+                for callback in self.callbacks:
+                    callback(report)
             if fetched is None and self._is_due():
                 self._save(wait=False)
             if report.stopped:

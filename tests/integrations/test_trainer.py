@@ -321,6 +321,7 @@ def test_every_schedule_of_the_learning_rate(kind, tmp_path, threads):
     for each in (plain, own):
         each.create_optimizer_and_scheduler(6)
     own.optimizer.on_workers = own.optimizer.driver = _Nothing()
+    own.optimizer.check = lambda: None  # which would ask for a step that trained
     for _ in range(6):
         rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (own, plain)]
         assert rates[0] == rates[1]

@@ -31,6 +31,7 @@ from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_outpu
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
+from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.protocol.state import GiveState, HoldState, PutBackState, TensorLocation
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
@@ -116,8 +117,7 @@ class StepCheck:
         if norms and trains:
             self.left_out.append(
                 "statistics of batch norms: in a check they normalize by their running statistics, because "
-                "micro-batches have statistics of their own; convert_deferred_batch_norm(model) makes those of a run those of "
-                "the mini-batch"
+                "micro-batches have statistics of their own"
             )
         self.uncompared = {
             f"{name}.{buffer}".lstrip(".")
@@ -160,6 +160,7 @@ class StepCheck:
             comparison.largest(numbers),
             comparison.largest(turned),
             tuple(self.left_out),
+            RunningStatistics(self.compiled, 1).told(self.division.chunks) if self.trains else "",
         )
 
     def _on_workers(

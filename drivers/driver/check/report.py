@@ -26,6 +26,7 @@ class CheckReport:
     ``differences`` has the tensors that are wrong, the worst first, and ``begins`` the stage where they begin. ``compared`` is
     the number of tensors of each kind that were compared; ``left_out`` has the others, with reasons. ``largest`` is the largest
     difference, relative to its tensor, and ``rounding`` the largest that another order of the rows makes in the plain model.
+    ``statistics`` says which running statistics of norms a run changes by micro-batches, and what to do; nothing if none.
     """
 
     chunks: int
@@ -35,6 +36,7 @@ class CheckReport:
     largest: float
     rounding: float
     left_out: tuple[str, ...] = ()
+    statistics: str = ""
 
     @property
     def equal(self) -> bool:
@@ -51,8 +53,11 @@ class CheckReport:
         parts = counted(self.compared)
         chunks = count_with_noun(self.chunks, "micro-batch")
         if self.equal:
+            same = f"running statistics will be those of micro-batches: {self.statistics}\nall else is " * bool(
+                self.statistics
+            )
             return (
-                f"the same as the plain model, with {chunks}: {parts}\n"
+                f"{same}the same as the plain model, with {chunks}: {parts}\n"
                 f"largest difference {_number(self.largest)}; another order of the rows moves {_number(self.rounding)}"
             )
         count = "1 tensor is" if len(self.differences) == 1 else f"{len(self.differences)} tensors are"

@@ -3,16 +3,24 @@
 At the first update that makes the model of this process older than the workers', each module gets a hook for its state dict,
 and another function for `model(x)` to call. The next `driver.copy_to(model)` removes both. A forward hook cannot replace the
 function: torch has other kernels for layers with hooks, and hooks are pickled.
+
+In a callback of a training loop the model is copied instead, when the callback reads its numbers: then every function of torch
+is looked at, which would be too much for a whole script.
 """
 
 import weakref
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from pippy.ir.base import source
+from pippy.ir.base.surroundings import OwnFunctionMode
+from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import Pipe, models_of, modules_of_model
 
 
@@ -51,8 +59,11 @@ class StaleModels:
         _remove(self._handles)
 
     def warn_once(self, what: str, instead: str) -> None:
-        """Warn at the user's line that does ``what``, once after each update."""
-        if what in self._warned or source.is_called_by_pippy():
+        """Warn at the user's line that does ``what``, once after each update; or copy the model, in a callback."""
+        modes = [each for each in _get_current_function_mode_stack() if isinstance(each, CopiedWhenRead)]
+        for mode in modes:
+            mode.copy()
+        if modes or what in self._warned or source.is_called_by_pippy():
             return
         self._warned.add(what)
         source.warn(
@@ -65,6 +76,37 @@ class StaleModels:
         """Whether the model of this process was changed: the user may have loaded the trained parameters."""
         pairs = [(reference(), version) for reference, version in self._parameters]
         return any(each is None or each._version != version for each, version in pairs)
+
+
+# What a function of torch asks of a tensor without a look at its numbers: properties and functions, by their names.
+_NO_NUMBERS = frozenset(
+    "shape dtype device layout ndim names itemsize nbytes requires_grad grad grad_fn is_leaf is_meta is_cpu is_cuda is_sparse "
+    "is_quantized is_nested is_inference _version _backward_hooks size dim ndimension numel nelement stride storage_offset "
+    "element_size is_floating_point is_complex is_contiguous is_pinned is_shared get_device data_ptr requires_grad_ "
+    "register_hook __len__ __hash__".split()
+)
+
+
+class CopiedWhenRead(OwnFunctionMode):
+    """A context for a callback of a training loop. Before a function of torch reads numbers of a model that is older than the
+    workers', ``copy`` is called."""
+
+    def __init__(self, stale: StaleModels, model: nn.Module, copy: Callable[[], Any]) -> None:
+        super().__init__()
+        self._stale, self.copy, self._model = stale, copy, model
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = (
+            function.__self__ if function.__name__ in ("__get__", "__set__") else function
+        )  # of a property: its name
+        reads = not self._stale.is_current and named.__name__ not in _NO_NUMBERS
+        if reads and any(id(each) in self._ids for each in tensors((args, kwargs))):
+            self.copy()
+        return function(*args, **(kwargs or {}))
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(each) for each in (*self._model.parameters(), *self._model.buffers()) if not each.is_meta}
 
 
 class _Hook:

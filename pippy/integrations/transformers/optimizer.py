@@ -26,13 +26,13 @@ class OptimizerOfTrainer(Optimizer):
     step_was_skipped = False  # by a scaler, which found a gradient that is not finite
     scaler: PipelineGradScaler | None = None
 
-    def __init__(self, plain: Optimizer, stepped: Callable[[], None]) -> None:
+    def __init__(self, plain: Optimizer, check: Callable[[], None]) -> None:
         if not isinstance(plain, Optimizer) or hasattr(plain, "train"):
             raise OptimizerError(
                 f"a {type(plain).__name__} changes parameters outside of its step, which on workers it cannot; choose an "
                 "optimizer of torch's: TrainingArguments(optim='adamw_torch')"
             )
-        self.plain, self.stepped = plain, stepped
+        self.plain, self.check = plain, check  # which raises if the workers have no gradients of this update
         self.driver: PipelineDriverBase | None = None
         self.on_workers: PipelineOptimizer | None = None
         self._names: dict[int, str] = {}  # of parameters, by their numbers in the plain optimizer
@@ -96,8 +96,8 @@ class OptimizerOfTrainer(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters on the workers, and drop their gradients there."""
-        if self.on_workers is None or self.driver is None:
-            raise OptimizerError("step() was called before training_step; there are no gradients on the workers")
+        self.check()
+        assert self.on_workers is not None and self.driver is not None
         self._set_options()
         if self.scaler is None:
             self.on_workers.step(closure)
@@ -108,7 +108,6 @@ class OptimizerOfTrainer(Optimizer):
             self.step_was_skipped = self.scaler.get_scale() < scale
         self.driver.zero_grad()
         self.plain._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the plain optimizer, which warns else
-        self.stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients on the workers."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
+from pippy.integrations.transformers.advice import logger
 from pippy.integrations.transformers.arguments import PipelineArguments
-from pippy.ir.base.errors import LossError
+from pippy.ir.base.errors import LossError, TracingError
 from pippy.ir.base.trees import describe
 from pippy.ir.loss.loss_wrappers import LossWrapper
 from pippy.ir.pipe import Pipe
+from pippy.ir.run.random_state import untouched_random_state
 from pippy.pipeline import pipeline
 
 # What is cut into stages: the model, and the loss that the Trainer computes with it.
@@ -48,10 +51,28 @@ class TracedLoss(LossWrapper):
     def forward(self, **inputs: Any) -> dict[str, Any]:
         accumulated = inputs.pop(ACCUMULATED, None)
         items = inputs.pop(ITEMS, None)
+        before = self._kept()
         loss, outputs = self.loss_fn(self.module, inputs, return_outputs=True, num_items_in_batch=items)
+        _warn_of_kept([f"self.{name}" for name, each in self._kept().items() if before.get(name) != each])
         if accumulated is not None:
             loss = loss / accumulated
         return {"loss": loss, **_beside_the_loss(outputs)}
+
+    def _kept(self) -> dict[str, tuple[int, int]]:
+        """What the trainer has, by name: which object, and how many things are in it."""
+        trainer = self.loss_fn.args[0] if isinstance(self.loss_fn, partial) else self
+        held = {**vars(type(trainer)), **vars(trainer)}
+        return {name: (id(each), len(each) if type(each) in (list, dict, set) else 0) for name, each in held.items()}
+
+
+def _warn_of_kept(changed: Sequence[str]) -> None:
+    """Warn once that ``compute_loss`` keeps something in the trainer: it is not called in each step."""
+    if changed:
+        logger.warning_once(
+            f"PipelineTrainer: compute_loss changes {', '.join(changed)}, which happens in the first step alone: from then on "
+            "the workers do what was followed there. What keeps numbers belongs into a callback: on_log of a TrainerCallback is "
+            "given the loss"
+        )
 
 
 def labels_that_count(*, labels: Any) -> Any:
@@ -101,14 +122,24 @@ class PipelinedModel:
         rows = _rows(batch)
         self.is_cut = rows > 1  # else batches are micro-batches as they come, and there is nothing to check
         example = {name: _first_rows(value, rows, self._chunks(rows)) for name, value in batch.items()}
-        with torch.enable_grad():
-            self.pipe = pipeline(loss, num_stages=self.stages, split=arguments.split, example_kwargs=example)
+        self.pipe = self._traced(example)
         self.sums = _is_used(self.pipe, ITEMS)
         how = "sum" if self.sums else loss.counted
         losses = {"check": self.is_cut, **({} if how is None else {"loss_reduction": how})}
         self.driver = PipelineDriver(self.pipe, cluster, **{**losses, **arguments.driver_options(), **options})
         self.scaler: PipelineGradScaler | None = None
         self.is_training = False
+
+    def _traced(self, example: Mapping[str, Any]) -> Pipe:
+        """The Pipe. An error that a plain Trainer has, too, is raised as there."""
+        try:
+            with torch.enable_grad():
+                return pipeline(self.loss, num_stages=self.stages, split=self.arguments.split, example_kwargs=example)
+        except TracingError as error:
+            refused = error
+        with torch.no_grad(), untouched_random_state():
+            self.loss(**example)
+        raise refused
 
     @property
     def model(self) -> nn.Module:

@@ -14,21 +14,24 @@ The loop is the Trainer's own. These of its methods do their work on the workers
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from logging import WARNING
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from pippy.drivers.base.errors import ClusterError, DriverError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.open_cluster import cluster as open_cluster
+from pippy.integrations.transformers.advice import in_words_of_trainers, logger
 from pippy.integrations.transformers.arguments import PipelineArguments, check_training_arguments
 from pippy.integrations.transformers.optimizer import OptimizerOfTrainer
 from pippy.integrations.transformers.pipelined_model import (
@@ -40,9 +43,11 @@ from pippy.integrations.transformers.pipelined_model import (
     shifted_labels_that_count,
 )
 from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import PippyError
+from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.terminals import is_muted
 
 _RANDOM_STATE = "pippy_random_state.json"
-_logger = logging.get_logger(__name__)
 
 
 class PipelineTrainer(Trainer):
@@ -84,13 +89,14 @@ class PipelineTrainer(Trainer):
         self.pipeline_arguments.checked(None if self._cluster is None else len(self._cluster))
         self._driver_options = dict(driver_options or {})
         self._pipelined: PipelinedModel | None = None
-        self._is_stale = False  # whether the model of this process is older than that of the workers
         self._waiting: list[dict[str, Any]] = []  # batches that run with the last one of the update
         self._to_come = 0  # how many batches the update still has
+        self._has_trained = False  # in the update that is under way
         self._random_state: dict[str, int] | None = None  # of a checkpoint, for the first step
         super().__init__(*args, **kwargs)
         if training_arguments is None:
             check_training_arguments(self.args)
+        self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)  # type: ignore[method-assign]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which leaves the model of this process as it is."""
@@ -115,8 +121,9 @@ class PipelineTrainer(Trainer):
 
     def _workers_of(self) -> Cluster:
         if self._cluster is None or self._cluster.closed:
-            arguments = self.pipeline_arguments
-            self._cluster = self._own_cluster = open_cluster(arguments.stages_on(1) * arguments.replicas)
+            count = self.pipeline_arguments.stages_on(1) * self.pipeline_arguments.replicas
+            self._say(f"starting {count_with_noun(count, 'worker')}")
+            self._cluster = self._own_cluster = open_cluster(count)
         return self._cluster
 
     def _pipelined_for(self, batch: Mapping[str, Any], trains: bool = False) -> PipelinedModel:
@@ -135,7 +142,9 @@ class PipelineTrainer(Trainer):
             loss = TracedLoss(self.model, partial(type(self).compute_loss, self), self._counted())
             accumulated = self.args.gradient_accumulation_steps
             cluster, arguments = self._workers_of(), self.pipeline_arguments
+            self._say(f"tracing {type(self.model).__name__}, and cutting it into stages")
             self._pipelined = PipelinedModel(loss, arguments, cluster, self._driver_options, batch, accumulated)
+            self._say("running the first step")
             if self.args.fp16:
                 self.accelerator.scaler = self._pipelined.scale(self.accelerator.scaler)
         if self._random_state is not None:
@@ -144,6 +153,13 @@ class PipelineTrainer(Trainer):
             self.optimizer.bind(self._pipelined.driver)
             self.optimizer.scaler = self._pipelined.scaler
         return self._pipelined
+
+    def _say(self, text: str) -> None:
+        """Say what goes on before the first step is done: beside the bars of the Trainer, or else to its log."""
+        if self.args.disable_tqdm:
+            logger.info("PipelineTrainer: %s", text)
+        elif logger.isEnabledFor(WARNING) and not is_muted():
+            tqdm.write(f"PipelineTrainer: {text}", file=sys.stderr)
 
     def _counted(self) -> Callable[..., Any] | None:
         """What smoothed labels are a mean over, where the Trainer does not divide by ``num_items_in_batch``."""
@@ -163,7 +179,7 @@ class PipelineTrainer(Trainer):
                 self.accelerator.scaler = torch.amp.GradScaler("cpu")
                 self.accelerator.scaler.load_state_dict(self._pipelined.scaler.state_dict())
             self._pipelined.driver.close()
-        self._pipelined, self._is_stale = None, False
+        self._pipelined = None
         self._waiting.clear()
 
     def update_model(self) -> nn.Module:
@@ -171,9 +187,8 @@ class PipelineTrainer(Trainer):
 
         The Trainer's own calls, `train`, `save_model` and so on, do that by themselves.
         """
-        if self._pipelined is not None and self._is_stale:
+        if self._pipelined is not None and not self._pipelined.driver.stale.is_current:
             self._pipelined.fetch()
-        self._is_stale = False
         assert self.model is not None
         return self.model
 
@@ -208,30 +223,48 @@ class PipelineTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, as a Trainer does; afterwards ``trainer.model`` has the trained parameters."""
         self._waiting.clear()
-        result = super().train(*args, **kwargs)
+        try:
+            result = super().train(*args, **kwargs)
+        except BaseException:
+            with suppress(PippyError):  # as of workers that are lost
+                self._end_training()
+            raise
+        self._end_training()
+        return result
+
+    def _end_training(self) -> None:
         self._waiting.clear()
         self.update_model()
         if self._pipelined is not None:
             self._pipelined.is_training = False
-        return result
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer that the arguments ask for, or that was given, on the workers."""
         if not isinstance(self.optimizer, OptimizerOfTrainer):
-            self.optimizer = OptimizerOfTrainer(super().create_optimizer(*args, **kwargs), self._stepped)
+            self.optimizer = OptimizerOfTrainer(super().create_optimizer(*args, **kwargs), self._check_trained)
         if self._pipelined is not None and self._pipelined.model is self.model:
             self.optimizer.bind(self._pipelined.driver)
             self.optimizer.scaler = self._pipelined.scaler
             self._pipelined.driver.zero_grad()
         return self.optimizer
 
-    def _stepped(self) -> None:
-        self._is_stale = True
+    def _check_trained(self) -> None:
+        """Raise if the workers have no gradients for the update that comes."""
+        if not self._has_trained:
+            raise DriverError(
+                f"training_step of {type(self).__name__} has trained nothing on the workers; have it call "
+                "super().training_step(model, inputs, num_items_in_batch), and change the loss in compute_loss"
+            )
+
+    def _call_event(self, call_event: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the callbacks. The model that they are given is that of the workers, if they read it."""
+        with nullcontext() if self.driver is None else self.driver.copied_when_read(), in_words_of_trainers():
+            return call_event(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of an update, as the Trainer reads them."""
         batches, items = super().get_batch_samples(*args, **kwargs)
-        self._to_come = len(batches)
+        self._to_come, self._has_trained = len(batches), False
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -242,8 +275,14 @@ class PipelineTrainer(Trainer):
         if self._to_come > 0:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
-        with self.compute_loss_context_manager():
-            return self._pipelined_for(batches[0], trains=True).train(batches).to(self.args.device)
+        with in_words_of_trainers(), self.compute_loss_context_manager():
+            pipelined = self._pipelined_for(batches[0], trains=True)
+            is_checked = pipelined.driver.checked is not None
+            loss = pipelined.train(batches)
+        if not is_checked and pipelined.driver.checked is not None:
+            self._say(str(pipelined.driver.checked))
+        self._has_trained = True
+        return loss.to(self.args.device)
 
     def _accumulated(self) -> int:
         """How many batches the update has that is computed now."""
@@ -271,8 +310,7 @@ class PipelineTrainer(Trainer):
 
     def _clip_grad_norm_of_workers(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """In the place of the accelerator's: clips the gradients on the workers, and gives their norm."""
-        if self.driver is None:
-            raise DriverError("gradients are clipped before any step; there are none on the workers")
+        self._check_trained()
         if max_norm == float("inf"):
             return self.driver.grad_norm(norm_type)
         return self.driver.clip_grad_norm_(max_norm, norm_type)
@@ -290,7 +328,8 @@ class PipelineTrainer(Trainer):
         self.compute_loss = partial(self._loss_of_workers, not prediction_loss_only)  # type: ignore[method-assign]
         try:
             stand_in: Any = here
-            return super().prediction_step(stand_in, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            with in_words_of_trainers():
+                return super().prediction_step(stand_in, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         finally:
             del self.compute_loss
 
@@ -308,7 +347,7 @@ class PipelineTrainer(Trainer):
 
     def _model_here(self) -> nn.Module:
         """The model of this process, with the parameters of the workers, for a batch that they cannot take."""
-        _logger.warning_once(
+        logger.warning_once(
             "PipelineTrainer: batches with other arguments than those that the stages were made for are computed by the model "
             "in this process, and not by the workers"
         )
