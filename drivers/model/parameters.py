@@ -161,6 +161,8 @@ class RemoteParameters:
                 "device, or save driver.state_dict()"
             )
         values = {**pipe_tensors, **self.fetch([name for name in names if self.placed.locations(name)])}
+        if all(model_tensors[name] is pipe_tensors[name] for name in names):
+            self.stale.end()  # before what follows, which is no read of old numbers
         with torch.no_grad():
             for name in names:
                 if not values[name].is_meta:  # else no stage uses it, so nobody has given it numbers
@@ -168,8 +170,6 @@ class RemoteParameters:
                         model_tensors[name].resize_(values[name].shape)
                     model_tensors[name].copy_(values[name])
         self.watch.note_numbers(model_tensors[name] for name in names)
-        if all(model_tensors[name] is pipe_tensors[name] for name in names):
-            self.stale.end()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load a state dict into the Pipe and into all workers."""

@@ -49,6 +49,25 @@ def test_step_that_is_not(pippy, tmp_path):
     assert lines[-1].startswith("begins in submod_1 on worker1: ") and "mixes rows" in lines[-1]
 
 
+def test_batch_norms_are_told_before_the_rest_is_said_to_be_the_same(pippy, tmp_path):
+    """Until the norm is converted, as the verdict says; then nothing comes before "the same"."""
+    script = TRAINING.format("x", "").replace(
+        "nn.Linear(4, 8), nn", "nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn"
+    )
+    said = []
+    for model in ("Net()", "pippy.convert_deferred_batch_norm(Net())"):
+        (tmp_path / "script.py").write_text("import pippy\n" + script.replace("Net()", model))
+        said.append(pippy("check script.py -n 2 --threads 1").splitlines()[1:])
+    statistics, rest, _, left_out = said[0]
+    assert statistics.startswith(
+        "running statistics will be those of micro-batches: 'a.1' changes its running statistics by each of 2 micro-batches"
+    )
+    assert "pippy.convert_deferred_batch_norm(model) makes them those of the whole mini-batch" in statistics
+    assert rest.startswith("all else is the same as the plain model, with 2 micro-batches: the loss, 1 output")
+    assert left_out.startswith("not compared: statistics of batch norms") and "convert" not in left_out
+    assert said[1][0].startswith("the same as the plain model, with 2 micro-batches: the loss, 1 output")
+
+
 def test_script_that_does_not_train(pippy, tmp_path):
     assert "script.py ran no step that trains" in said(pippy, tmp_path, 1, step="0 and ")
 

@@ -86,6 +86,7 @@ def test_a_model_is_found_and_shown_as_the_library_does(pippy, tmp_path, monkeyp
     pipe = pipeline(Net(layers=2), nn.MSELoss())
     code = "".join(str(pipe).partition("def forward")[1:]).strip()
     output = pippy("show", target, "--arg", "layers=2", "--loss", "torch.nn:MSELoss")
+    assert pippy("show", target, "--arg", "layers=2", "--loss", "MSELoss") == output
     assert output == f"{code}\n\n{pipe.draw()}\n\n{pipe.draw().table()}\n"
 
 
@@ -153,6 +154,13 @@ def test_a_warning_is_a_line(pippy):
         ("nets:Net --split block", "did you mean 'blocks'"),
         ("nets:Net --loss nets:size", "nets:size is a int; a loss is a function or module of (output, target)"),
         ("nets:Net --loss torch.nn:MSELos", "torch.nn has no 'MSELos'; did you mean 'MSELoss'"),
+        ("nets:Net --loss MSELos", "torch.nn has no loss 'MSELos'; did you mean 'MSELoss'"),
+        (
+            "nets:Net --loss TripletMarginLoss",
+            "torch.nn has no loss 'TripletMarginLoss'; did you mean",
+        ),  # of three tensors
+        ("nets:Net --loss mine", "there are L1Loss, NLLLoss, PoissonNLLLoss, KLDivLoss, MSELoss, "),
+        ("nets:Net --loss mine", "Name one of yours as in model.py:loss"),
         ("nets:Net --sequential", "nets:Net is a Net, no nn.Sequential; leave out --sequential"),
         ("nets:Net --input y=[3,8]", "y"),
         ("nets:Net -o no/such.svg", "'no/such.svg' cannot be written: No such file"),
@@ -189,6 +197,7 @@ def test_usage(pippy, command, words):
         ("nets:Net --arg layer=4", 1, "did you mean 'layers'?", "nets:Net --arg layers=4"),
         ("nets:Net --arg layers", 2, "write --arg layers=4", "nets:Net --arg layers=4"),
         ("nets:Net --loss torch.nn:MSELos", 1, "did you mean 'MSELoss'", "nets:Net --loss torch.nn:MSELoss"),
+        ("nets:Net --loss MSELos", 1, "did you mean 'MSELoss'", "nets:Net --loss MSELoss"),
         ("nets:Net --sequential", 1, "leave out --sequential", "nets:Net"),
         (
             "nets:chain --sequential --split 1",

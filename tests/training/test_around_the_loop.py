@@ -43,6 +43,35 @@ def test_with_replicas_it_trains_what_plain_pytorch_trains(threads, tmp_path):
         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
+def test_callbacks_read_the_numbers_of_the_workers(threads):
+    """An average of the weights, and a norm for a log, are those of plain PyTorch after each step."""
+
+    def averages(model):
+        seen, average = [], [each.detach().clone() for each in model.parameters()]
+
+        def note(report=None):
+            with torch.no_grad():
+                for each, parameter in zip(average, model.parameters()):
+                    each.mul_(0.9).add_(parameter, alpha=0.1)
+            seen.append([*(each.sum() for each in average), model.layers[0].weight.detach().norm()])
+
+        return seen, note
+
+    plain, parts = Plain(), Parts(threads)
+    (expected, note), (seen, callback) = averages(plain.model), averages(parts.model)
+    for items in groups_of(dataset_items(), 1, 1):
+        plain.train([items])
+        note()
+    pippy.train(parts.driver, dataset_items(), parts.optimizer, parts.scheduler, chunks=2, epochs=1, callbacks=callback)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-12, atol=1e-12)
+    parts.driver.close()
+
+
+def dataset_items():
+    x, target = dataset(12).tensors
+    return list(zip(x.split(4), target.split(4)))
+
+
 def test_a_loss_that_is_no_number_is_noted_and_saved(threads, tmp_path):
     """As in a loop of plain PyTorch, the training goes on; a callback may stop it."""
     parts = Parts(threads)

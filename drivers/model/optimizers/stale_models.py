@@ -61,7 +61,7 @@ class StaleModels:
     def warn_once(self, what: str, instead: str) -> None:
         """Warn at the user's line that does ``what``, once after each update; or copy the model, in a callback."""
         modes = [each for each in _get_current_function_mode_stack() if isinstance(each, CopiedWhenRead)]
-        for mode in modes:
+        for mode in modes[: not self.is_current]:
             mode.copy()
         if modes or what in self._warned or source.is_called_by_pippy():
             return

@@ -18,8 +18,8 @@ _HERE = "In a PipelineTrainer: "
 _TRACED = (
     "the line is followed once, without numbers, and from then on the workers do what was followed. What logs, prints or keeps "
     "a number in compute_loss belongs into a callback: on_log of a TrainerCallback is given the loss. Metrics belong into "
-    "compute_metrics. In place of an `if` on numbers, take torch.where. A function that has to see numbers is called as a whole "
-    "if it is defined outside of classes, and marked with @torch.fx.wrap"
+    "compute_metrics. In place of an `if` on numbers, take torch.where. A function that has to see numbers is called whole if "
+    "it is defined outside of classes, and marked with @torch.fx.wrap"
 )
 # Words of an error, and what is meant by them in the script of a Trainer.
 _MEANT = {

@@ -70,8 +70,8 @@ def _warn_of_kept(changed: Sequence[str]) -> None:
     if changed:
         logger.warning_once(
             f"PipelineTrainer: compute_loss changes {', '.join(changed)}, which happens in the first step alone: from then on "
-            "the workers do what was followed there. What keeps numbers belongs into a callback: on_log of a TrainerCallback is "
-            "given the loss"
+            "the workers do what was followed there. What keeps numbers belongs into a callback: on_log of a TrainerCallback "
+            "is given the loss"
         )
 
 
