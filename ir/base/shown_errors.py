@@ -4,7 +4,6 @@ The error itself keeps its frames and its cause, for `except`, for debuggers and
 environment, all of them are shown.
 """
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 LIBRARY = Path(__file__).parents[2]
-_OWN = (LIBRARY, Path(contextlib.__file__))
 
 
 def show_briefly(kind: type[BaseException]) -> None:
@@ -49,11 +47,11 @@ def shows_all() -> bool:
 
 
 def without_end(trace: TracebackType) -> TracebackType:
-    """A traceback up to its last frame that is neither in pippy nor in a context of pippy's."""
+    """A traceback up to its last frame that is not in pippy."""
     links = [trace]
     while (following := links[-1].tb_next) is not None:
         links.append(following)
-    while len(links) > 1 and any(map(Path(links[-1].tb_frame.f_code.co_filename).is_relative_to, _OWN)):
+    while len(links) > 1 and Path(links[-1].tb_frame.f_code.co_filename).is_relative_to(LIBRARY):
         links.pop()
     shortened = None
     for link in reversed(links):

@@ -191,10 +191,8 @@ def _model(target: str, model_arguments: dict[str, Any]) -> Any:
 
 
 def _loss(target: str) -> Any:
-    from torch import nn
-
     value = find_loss(target)
-    if not isinstance(value, nn.Module) and not callable(value):
+    if not callable(value):
         raise click.ClickException(
             f"{target} is a {type(value).__name__}; a loss is a function or module of (output, target)"
         )

@@ -53,11 +53,9 @@ class CheckReport:
         parts = counted(self.compared)
         chunks = count_with_noun(self.chunks, "micro-batch")
         if self.equal:
-            same = f"running statistics will be those of micro-batches: {self.statistics}\nall else is " * bool(
-                self.statistics
-            )
+            first = f"running statistics will be those of micro-batches: {self.statistics}\nall else is "
             return (
-                f"{same}the same as the plain model, with {chunks}: {parts}\n"
+                f"{first * bool(self.statistics)}the same as the plain model, with {chunks}: {parts}\n"
                 f"largest difference {_number(self.largest)}; another order of the rows moves {_number(self.rounding)}"
             )
         count = "1 tensor is" if len(self.differences) == 1 else f"{len(self.differences)} tensors are"

@@ -60,7 +60,8 @@ class StaleModels:
 
     def warn_once(self, what: str, instead: str) -> None:
         """Warn at the user's line that does ``what``, once after each update; or copy the model, in a callback."""
-        modes = [each for each in _get_current_function_mode_stack() if isinstance(each, CopiedWhenRead)]
+        stack = _get_current_function_mode_stack()
+        modes = [each for each in stack if isinstance(each, CopiedWhenRead) and each.stale is self]
         for mode in modes[: not self.is_current]:
             mode.copy()
         if modes or what in self._warned or source.is_called_by_pippy():
@@ -80,10 +81,9 @@ class StaleModels:
 
 # What a function of torch asks of a tensor without a look at its numbers: properties and functions, by their names.
 _NO_NUMBERS = frozenset(
-    "shape dtype device layout ndim names itemsize nbytes requires_grad grad grad_fn is_leaf is_meta is_cpu is_cuda is_sparse "
-    "is_quantized is_nested is_inference _version _backward_hooks size dim ndimension numel nelement stride storage_offset "
-    "element_size is_floating_point is_complex is_contiguous is_pinned is_shared get_device data_ptr requires_grad_ "
-    "register_hook __len__ __hash__".split()
+    "shape dtype device layout ndim nbytes requires_grad requires_grad_ grad grad_fn is_leaf is_meta is_cpu is_cuda is_sparse "
+    "_version size dim numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous get_device "
+    "is_inference data_ptr register_hook __len__ __hash__".split()
 )
 
 
@@ -93,13 +93,12 @@ class CopiedWhenRead(OwnFunctionMode):
 
     def __init__(self, stale: StaleModels, model: nn.Module, copy: Callable[[], Any]) -> None:
         super().__init__()
-        self._stale, self.copy, self._model = stale, copy, model
+        self.stale, self.copy, self._model = stale, copy, model
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = (
-            function.__self__ if function.__name__ in ("__get__", "__set__") else function
-        )  # of a property: its name
-        reads = not self._stale.is_current and named.__name__ not in _NO_NUMBERS
+        is_property = getattr(function, "__name__", "") in ("__get__", "__set__")
+        name = getattr(function.__self__ if is_property else function, "__name__", "")
+        reads = not self.stale.is_current and name not in _NO_NUMBERS
         if reads and any(id(each) in self._ids for each in tensors((args, kwargs))):
             self.copy()
         return function(*args, **(kwargs or {}))

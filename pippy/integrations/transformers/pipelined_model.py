@@ -122,7 +122,7 @@ class PipelinedModel:
         rows = _rows(batch)
         self.is_cut = rows > 1  # else batches are micro-batches as they come, and there is nothing to check
         example = {name: _first_rows(value, rows, self._chunks(rows)) for name, value in batch.items()}
-        self.pipe = self._traced(example)
+        self.pipe = self._traced(example, arguments.split)
         self.sums = _is_used(self.pipe, ITEMS)
         how = "sum" if self.sums else loss.counted
         losses = {"check": self.is_cut, **({} if how is None else {"loss_reduction": how})}
@@ -130,11 +130,11 @@ class PipelinedModel:
         self.scaler: PipelineGradScaler | None = None
         self.is_training = False
 
-    def _traced(self, example: Mapping[str, Any]) -> Pipe:
+    def _traced(self, example: Mapping[str, Any], split: Any) -> Pipe:
         """The Pipe. An error that a plain Trainer has, too, is raised as there."""
         try:
             with torch.enable_grad():
-                return pipeline(self.loss, num_stages=self.stages, split=self.arguments.split, example_kwargs=example)
+                return pipeline(self.loss, num_stages=self.stages, split=split, example_kwargs=example)
         except TracingError as error:
             refused = error
         with torch.no_grad(), untouched_random_state():

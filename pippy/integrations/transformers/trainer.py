@@ -44,7 +44,6 @@ from pippy.integrations.transformers.pipelined_model import (
 )
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import PippyError
-from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.terminals import is_muted
 
 _RANDOM_STATE = "pippy_random_state.json"
@@ -121,9 +120,9 @@ class PipelineTrainer(Trainer):
 
     def _workers_of(self) -> Cluster:
         if self._cluster is None or self._cluster.closed:
-            count = self.pipeline_arguments.stages_on(1) * self.pipeline_arguments.replicas
-            self._say(f"starting {count_with_noun(count, 'worker')}")
-            self._cluster = self._own_cluster = open_cluster(count)
+            self._say("starting the workers")
+            arguments = self.pipeline_arguments
+            self._cluster = self._own_cluster = open_cluster(arguments.stages_on(1) * arguments.replicas)
         return self._cluster
 
     def _pipelined_for(self, batch: Mapping[str, Any], trains: bool = False) -> PipelinedModel:
@@ -222,7 +221,6 @@ class PipelineTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, as a Trainer does; afterwards ``trainer.model`` has the trained parameters."""
-        self._waiting.clear()
         try:
             result = super().train(*args, **kwargs)
         except BaseException:

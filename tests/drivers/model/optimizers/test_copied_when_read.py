@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from pippy import pipeline
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
+from pippy.ir.base.errors import PippyWarning
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -120,6 +121,14 @@ def test_a_model_that_is_as_on_the_workers_is_not_looked_at(trained):
     trained.driver.copy_to(trained.model)
     inside = trained.driver.copied_when_read()
     assert not isinstance(inside, torch.overrides.TorchFunctionMode)
+
+
+def test_a_model_of_another_driver_is_told_as_ever(trained, threads):
+    other = Trained(threads)
+    with trained.driver.copied_when_read(), pytest.warns(PippyWarning, match="does not use the trained parameters"):
+        other.model.state_dict()
+    assert (trained.copies, other.copies) == (0, 0)
+    other.driver.close()
 
 
 def test_the_workers_can_be_asked_inside(trained):
