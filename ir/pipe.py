@@ -36,7 +36,7 @@ from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.state import load_state
-from pippy.ir.trace.arguments import Example
+from pippy.ir.trace.arguments import Example, signature_of
 from pippy.ir.trace.exported import ExportedModel, module_of
 from pippy.ir.trace.sequential import Layers, trace_sequential
 from pippy.ir.trace.trace import TracerLike, trace
@@ -292,6 +292,17 @@ def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "in driver.memory(4, x, target). Tensors of the meta device are enough: torch.empty(32, 8, device='meta')"
         )
     return example.args, example.kwargs
+
+
+def given_in_example(pipe: Pipe) -> frozenset[str]:
+    """The names of the arguments of forward that the example of a Pipe gave."""
+    example: Example | None = pipe.__dict__.get(_EXAMPLE)
+    model = model_of(pipe)
+    if example is None or model is None:
+        return frozenset()
+    signature = signature_of(model)
+    args, kwargs = example.of_model(signature)
+    return frozenset(signature.bind_partial(*args, **kwargs).arguments)
 
 
 def pipe_of(model: Any, request: Request) -> Pipe:

@@ -44,6 +44,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
     checked_out_of_order,
     chosen_workers,
 )
+from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.results import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
@@ -193,6 +194,28 @@ class PipelineDriverBase(ModelOnWorkers):
         idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in used)
         unused = f"; none on {shortened(idle, 200)}" if idle else ""
         return f"<{type(self).__name__}: {schedule}, {stages} on {workers}{unused}>"
+
+    def __str__(self) -> str:
+        """The driver, and the graphs of the model, if it has made others."""
+        others = self.graphs if len(self.graphs) > 1 else ()
+        return "\n".join([repr(self), *map(str, others)])
+
+    @property
+    def graphs(self) -> tuple[StepGraph, ...]:
+        """The graphs of the model that steps go by. Print one to see the guard that others failed; ``graph.pipe`` is its Pipe.
+
+        >>> class Net(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if len(x) == 1 else super().forward(x) * 1
+        >>> from pippy import PipelineDriver1F1B, cluster, pipeline
+        >>> pipe = pipeline(Net(2, 2), torch.nn.MSELoss(), example_args=(torch.ones(4, 2), torch.ones(4, 2)))
+        >>> with cluster(1, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(pipe, workers)
+        ...     losses = [driver.run(1, torch.ones(rows, 2), torch.ones(rows, 2)) for rows in (4, 1)]
+        >>> len(driver.graphs)
+        2
+        """
+        return tuple(self.steps.graphs.all)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the stages, each with its worker."""

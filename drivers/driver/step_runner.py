@@ -42,7 +42,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_count
 from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.other_graphs import OtherGraph, sliced
-from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.pipe import Pipe, compiled_of, given_in_example
 
 _DIMENSIONS = "rows are along dimension 0, and sequences along dimension 1"
 _NOT_WITH_SLICES = {
@@ -121,7 +121,10 @@ class StepRunner:
         self.compiled, self.placed, self.commands = model.compiled_pipe, model.placed, model.commands
         specs = settings.chunk_spec, settings.batch_dims, settings.mask
         self.graphs = DriverGraphs(
-            StepGraph(0, model.pipe, model.placed, programs), specs, self._placed_alike, model.commands
+            StepGraph(0, model.pipe, model.placed, programs, given_in_example(model.pipe)),
+            specs,
+            self._placed_alike,
+            model.commands,
         )
         self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
         self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
@@ -156,7 +159,7 @@ class StepRunner:
         """What checks first steps."""
         return self.graphs.all[0].first_step
 
-    def _placed_alike(self, other: OtherGraph, number: int, why: str) -> StepGraph:
+    def _placed_alike(self, other: OtherGraph, number: int, given: frozenset[str], why: str) -> StepGraph:
         """Another graph, with its stages on the same workers."""
         first, placed = self.graphs.all[0], self.placed
         if self._sliced is not None:
@@ -165,7 +168,7 @@ class StepRunner:
         own = PlacedPipe(compiled_of(other.pipe), replicas[0], placed.compile, replicas[1:], number)
         own.buckets = placed.buckets
         programs = first.programs.of_graph(other.pipe, own)
-        made = StepGraph(number, other.pipe, own, programs, why, other.held)
+        made = StepGraph(number, other.pipe, own, programs, given, why, other.held)
         made.first_step = self._check_of(made)
         return made
 

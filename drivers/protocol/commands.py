@@ -57,8 +57,8 @@ class CommandElsewhere(Command):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason. ``guard`` says that
-    forward would go on in another way than when it was traced."""
+    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason. ``guard`` is the
+    text of a `GuardError`: forward would go on in another way than when it was traced."""
 
     message: str
     traceback: str
@@ -67,7 +67,7 @@ class Failure:
     stage: int | None = None
     microbatch: int | None = None
     peer: int | None = None
-    guard: bool = False
+    guard: str = ""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class DriverState:
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
-            AddGraph: lambda body, number: self.model_graphs.add(body),
+            AddGraph: self._add_graph,
             AddDataset: self._add_dataset,
             Step: self._step,
             StepReturning: self._step,
@@ -233,6 +233,9 @@ class DriverState:
         self.programs[program.program] = made = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
         if bound.sums and (self.sums is None or len(program.ranks) >= len(self.sums.program.ranks)):
             self.sums = made  # a trial has one replica of the pipeline only
+
+    def _add_graph(self, add: AddGraph, number: int) -> None:
+        self.step_buffers.add(self.model_graphs.add(add))
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)

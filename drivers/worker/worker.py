@@ -236,7 +236,7 @@ class Worker:
                 adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
                 what += f", {adding}{running.current()}"
             return Failure(message, text, where=what, peer=peer)
-        guard = isinstance(error, GuardError) or isinstance(error.__cause__, GuardError)
+        guard = next((str(each) for each in (error, error.__cause__) if isinstance(each, GuardError)), "")
         instruction = running.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)

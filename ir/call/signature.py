@@ -101,7 +101,7 @@ def own_call(
 ) -> dict[str, Any] | None:
     """The arguments of a call by the names that the model itself has for them, with the target; None if it does not take them.
 
-    What forward takes by ``**kwargs`` is in a dict.
+    What forward takes by ``*args`` is in a tuple, and what it takes by ``**kwargs`` in a dict.
     """
     args, kwargs, values = list(args), dict(kwargs), {}
     if pipe.target_name is not None:
@@ -109,8 +109,6 @@ def own_call(
             return None
         values[pipe.target_name] = kwargs.pop(pipe.target_name) if pipe.target_name in kwargs else args.pop()
     signature = inspect.signature(model.forward)
-    if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
-        return None
     try:
         return {**signature.bind(*args, **kwargs).arguments, **values}
     except TypeError:

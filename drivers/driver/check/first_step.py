@@ -38,7 +38,12 @@ from pippy.drivers.driver.check.comparisons import (
     WholeStep,
 )
 from pippy.drivers.driver.check.differences import Difference
-from pippy.drivers.driver.check.disagreement import disagreement, disagreement_of_workers, stages_with
+from pippy.drivers.driver.check.disagreement import (
+    disagreement,
+    disagreement_of_graphs,
+    disagreement_of_workers,
+    stages_with,
+)
 from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
 from pippy.drivers.driver.check.report import Checked
@@ -196,12 +201,12 @@ class FirstStep:
         if self.budget.is_over_memory(self.comparisons.cost, call.division.rows or 0, self._device):
             raise MicrobatchError(_NOT_COMPARED.format(_OVER_MEMORY))
         try:
-            whole = WholeStep.of(self.comparisons, call.division, run)
+            whole = self._whole(call.division, run)
         except Unlike as error:
             raise MicrobatchError(_NOT_COMPARED.format(error)) from error
         if whole.differences:
             with _rows_decide(call):
-                raise MicrobatchError(disagreement_of_workers(self.trials.placed, whole.differences))
+                raise MicrobatchError(disagreement_of_graphs(self.trials.placed, whole.differences))
         return self._said(call.division, (), whole)
 
     def _loaded(self, division: Division, columns: Sequence[Column], run: RunWhole) -> Division:
@@ -244,17 +249,21 @@ class FirstStep:
             return None
         if not has_sets and self.budget.is_over_memory(cost, division.rows or 0, self._device):
             raise Unlike(_OVER_MEMORY)
-        whole = WholeStep.of(self.comparisons, division, run)
+        whole = self._whole(division, run)
         if not whole.differences:
             return whole
-        if self.trials.buffers and self.comparisons.follows_more(whole.differences, whole.trial.places):
-            whole = WholeStep.of(self.comparisons, division, run)
-            if not whole.differences:
-                return whole
         sets = self._compared_sets(WholeRows(division), with_padding)  # raises, and says what to do
         if self.comparisons.draws(sets[0]):
             return None
         raise MicrobatchError(disagreement_of_workers(self.trials.placed, whole.differences))
+
+    def _whole(self, division: Division, run: RunWhole) -> WholeStep:
+        """All rows, compared again if a buffer may change once in a step."""
+        whole = WholeStep.of(self.comparisons, division, run)
+        follows = whole.differences and self.trials.buffers
+        if follows and self.comparisons.follows_more(whole.differences, whole.trial.places):
+            return WholeStep.of(self.comparisons, division, run)
+        return whole
 
     @property
     def _device(self) -> torch.device:

@@ -49,13 +49,15 @@ _KNOWN = 4096  # sizes of micro-batches
 class StepGraph:
     """A graph of the model on the workers of a driver: its Pipe, placed as that of the driver is, and its programs.
 
-    ``why`` is the guard that others failed; it is empty for graph 0. ``held`` is that of `OtherGraph`.
+    ``why`` is the guard that others failed; it is empty for graph 0. ``held`` is that of `OtherGraph`, and ``given`` names the
+    arguments that its example gave.
     """
 
     number: int
     pipe: Pipe
     placed: PlacedPipe
     programs: DriverPrograms
+    given: frozenset[str]
     why: str = ""
     held: Mapping[str, Mapping[int, tuple[str, str]]] = field(default_factory=dict)
     first_step: "FirstStep | None" = None
@@ -169,7 +171,7 @@ class DriverGraphs:
         self,
         first: StepGraph,
         specs: tuple[Any, Any, bool],
-        made: Callable[[OtherGraph, int, str], StepGraph],
+        made: Callable[[OtherGraph, int, frozenset[str], str], StepGraph],
         commands: DriverCommands,
     ) -> None:
         self.all, self.specs, self.made, self.commands = [first], specs, made, commands
@@ -190,31 +192,16 @@ class DriverGraphs:
 
     def plan(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepPlan:
         """By which graphs a step goes. Raises a `GuardError` if none can be made for a micro-batch."""
-        first = self.all[0]
-        fault: InputError | None = None
+        first, call = self.all[0], _Call(self, chunks, args, kwargs)
         try:
-            division = divide_unguarded(first.compiled, chunks, args, kwargs, *self.specs)
-            if (
-                len(self.all) == 1
-                and not first.asks_in_stages
-                and (fault := failed_guard(first.compiled, division)) is None
-            ):
+            division = call.division(first)
+            is_sure = len(self.all) == 1 and not first.asks_in_stages and failed_guard(first.compiled, division) is None
+            if is_sure or isinstance(division, DivisionOfColumns):
                 return StepPlan((Part(first, 0, division.chunks),), {0: division})
-            divisions = {0: division}
-            if isinstance(division, DivisionOfColumns):
-                if (fault := failed_guard(first.compiled, division)) is not None:
-                    raise fault
-                return StepPlan((Part(first, 0, division.chunks),), divisions)
-        except InputError as error:
-            if not self._can_be_bound(args, kwargs):
+        except InputError:
+            if call.bound is None:
                 raise
-            fault, divisions = error, {}
-        return self._plan(_Call(self, chunks, args, kwargs, divisions, fault))
-
-    def _can_be_bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the model itself takes these arguments."""
-        model = model_of(self.all[0].pipe)
-        return model is not None and own_call(self.all[0].compiled, model, args, kwargs) is not None
+        return self._plan(call)
 
     def _plan(self, call: "_Call") -> StepPlan:
         numbers: list[int] = []
@@ -257,8 +244,8 @@ class DriverGraphs:
         if len(self.all) >= MOST:
             raise GuardError(f"{why}\nThe driver has {MOST} graphs of the model already, and makes no more") from why
         try:
-            found = graph_for(self.all[0].pipe, (), call.example(at))
-            graph = self.made(found, len(self.all), str(why).partition("\n")[0])
+            found = graph_for(self.all[0].pipe, *call.example(at))
+            graph = self.made(found, len(self.all), frozenset(call.own.arguments), _reason(why))
             if graph.returned[0] != self.all[0].returned[0]:
                 raise GuardError("the model would return something of another form")
         except PippyError as error:
@@ -293,26 +280,43 @@ class _Call:
     chunks: int
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    divisions: dict[int, Division]
-    fault: InputError | None
+    divisions: dict[int, Division] = field(default_factory=dict)
+
+    @cached_property
+    def bound(self) -> dict[str, Any] | None:
+        """The arguments by the names that the model has for them; None if it does not take them, or is not here."""
+        first = self.graphs.all[0]
+        model = model_of(first.pipe)
+        return None if model is None else own_call(first.compiled, model, self.args, self.kwargs)
 
     def division(self, graph: StepGraph) -> Division:
         """The mini-batch as a graph takes it. Raises an `InputError` if it does not."""
         if graph.number not in self.divisions:
-            specs = self.graphs.specs
-            made = divide_unguarded(graph.compiled, self.chunks, self.args, self.kwargs, *specs)
+            kwargs = {**self.kwargs, **self._left_out(graph)}
+            made = divide_unguarded(graph.compiled, self.chunks, self.args, kwargs, *self.graphs.specs)
             self.divisions[graph.number] = made
         return self.divisions[graph.number]
+
+    def _left_out(self, graph: StepGraph) -> dict[str, Any]:
+        """The model's own defaults of arguments that the call leaves out, and that the graph's example gave."""
+        names = [name for name in graph.compiled.concrete_args if name in graph.given]
+        model = model_of(graph.pipe)
+        if not names or model is None or self.bound is None:
+            return {}
+        parameters = inspect.signature(model.forward).parameters
+        return {
+            name: parameters[name].default
+            for name in names
+            if name not in self.bound and name in parameters and parameters[name].default is not inspect.Parameter.empty
+        }
 
     @cached_property
     def own(self) -> Division:
         """The mini-batch as the model itself takes it: arguments by the model's names."""
-        first = self.graphs.all[0]
-        model = model_of(first.pipe)
-        assert model is not None
-        values = own_call(first.compiled, model, self.args, self.kwargs)
-        assert values is not None
-        return divide_unguarded(first.compiled, self.chunks, self.args, self.kwargs, *self.graphs.specs, values=values)
+        first, specs = self.graphs.all[0], self.graphs.specs
+        if self.bound is None:
+            return self.division(first)
+        return divide_unguarded(first.compiled, self.chunks, self.args, self.kwargs, *specs, values=self.bound)
 
     def sizes(self) -> list[Any]:
         """For each micro-batch all that a guard may ask of inputs, but for the numbers in tensors."""
@@ -335,17 +339,16 @@ class _Call:
             for at in range(division.chunks)
         ]
 
-    def example(self, at: int) -> dict[str, Any]:
-        """The arguments of one micro-batch, as the model takes them."""
-        found: dict[str, Any] = {}
+    def example(self, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one micro-batch, as the model takes them, with the target."""
         first = self.graphs.all[0]
-        model = model_of(first.pipe)
-        assert model is not None
-        kinds = {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
-        for name in self.own.arguments:
-            value = self.own.take(name, at)
-            found.update(value if kinds.get(name) is inspect.Parameter.VAR_KEYWORD else {name: value})
-        return found
+        model, target = model_of(first.pipe), first.compiled.target_name
+        if model is None:
+            return (), {}  # nothing can be traced
+        bound = inspect.signature(model.forward).bind_partial()
+        found = {name: self.own.take(name, at) for name in self.own.arguments}
+        bound.arguments = {name: found[name] for name in bound.signature.parameters if name in found}
+        return bound.args, {**bound.kwargs, **({target: found[target]} if target is not None else {})}
 
 
 def _asked_of(leaf: Any) -> Any:
@@ -361,6 +364,12 @@ def _asked(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else type(value)
+
+
+def _reason(why: Exception) -> str:
+    """The guard that failed, in a line or two."""
+    text = why.failure.guard if isinstance(why, StepError) else str(why)
+    return text.partition("What to do:")[0].rstrip("\n ;").replace("\n", "")
 
 
 def _not_made(why: Exception, error: Exception) -> GuardError:
