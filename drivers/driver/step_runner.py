@@ -15,9 +15,10 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.choice.auto import Auto
-from pippy.drivers.choice.divided_call import DividedCall
+from pippy.drivers.choice.divided_call import DividedCall, fails_guard
 from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.choice.stage_estimates import call_to_fit
+from pippy.drivers.count.fake_errors import UncountedError
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
@@ -40,6 +41,7 @@ from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_count
+from pippy.ir.base.errors import PippyError
 from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.other_graphs import OtherGraph, sliced
 from pippy.ir.pipe import Pipe, compiled_of, given_in_example
@@ -54,6 +56,10 @@ _NOT_WITH_SLICES = {
     "compile": "stages with slices run eagerly",
     "schedule": "it is not known how long each slice takes",
 }
+
+
+Count = Callable[[Pipe, Division], Any]
+Counted = tuple[StepGraph, int, Any]  # the graph, the number of micro-batches, and what was counted
 
 
 @dataclass
@@ -130,7 +136,6 @@ class StepRunner:
         self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
         self.hooks = PlacedHooks(model.pipe, self.placed)
         self.recording: Recording | None = None
-        self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
         self._auto, self._statistics, self._sliced = auto, statistics, sliced
         self._flags: Flags = {}  # of modules and parameters, when they were noted last
         self._has_run = False  # whether workers may have other buffers than the model in this process
@@ -152,7 +157,7 @@ class StepRunner:
         of_loss = settings.loss_reduction, settings.single_loss, may_be_single
         witness = witness_of(self.model, graph.compiled, lambda: not self._has_run and self.model.stale.is_current)
         found = None if self.first_step is None else self.first_step.found
-        return FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, self.trial_fits, found)
+        return FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, partial(self.trial_fits, graph), found)
 
     @property
     def first_step(self) -> FirstStep | None:
@@ -220,7 +225,7 @@ class StepRunner:
         fitted = None
         if self._auto is not None and self._auto.counts_bytes:
             fitted = self._fitted(args, kwargs)
-            chunks = self.programs.count_of_chunks(fitted, self.trains) if chunks is None else chunks
+            chunks = self._count_of_chunks(fitted) if chunks is None else chunks
         assert chunks is not None
         while True:
             call = self.call(surroundings, chunks, args, kwargs, outputs)
@@ -230,11 +235,35 @@ class StepRunner:
                 if not plan.unsure:
                     return running
                 running.result()
-            except StepError as error:
-                self.graphs.reject(plan, error)
+            except PippyError as error:
+                failed = _failed_microbatch(error)
+                if not plan.unsure or failed is None:
+                    raise
+                self.graphs.reject(plan, failed, error)
             else:
                 self.graphs.accept(plan)
                 return running
+
+    def _count_of_chunks(self, fitted: DividedCall) -> int:
+        """The number of micro-batches for a call that gives none. One row is one micro-batch, by whatever graph."""
+        try:
+            return self.programs.count_of_chunks(fitted, self.trains)
+        except PippyError as error:
+            if fitted.rows != 1 or not fails_guard(error):
+                raise
+            return 1
+
+    def counted(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], count: Count) -> Counted:
+        """What ``count`` gives for the largest micro-batches of a call, by the graph that these go by."""
+        while True:
+            plan = self.planned(chunks, args, kwargs)
+            part = max(plan.parts, key=lambda each: (plan.division.sizes or (0,) * each.end)[each.first])
+            try:
+                return part.graph, part.end - part.first, count(part.graph.pipe, plan.inputs(part))
+            except PippyError as error:
+                if not plan.unsure or not fails_guard(error):
+                    raise
+                self.graphs.reject(plan, part.first, error)
 
     def _begin(self, call: StepCall, chunks: int, fitted: DividedCall | None) -> RunningStep:
         """Check a call, if it is the first of its kind, and send it."""
@@ -430,16 +459,20 @@ class StepRunner:
         states = [each.counted() for each in self.model._optimizers]
         return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states, self.placed.compile)
 
-    def trial_fits(self, rows: Division) -> bool:
+    def trial_bytes(self, graph: StepGraph) -> TrialBytes:
+        """What counts the bytes of trials."""
+        return TrialBytes(graph.pipe, self.placement, self.device)
+
+    def trial_fits(self, graph: StepGraph, rows: Division) -> bool:
         """Whether a trial with these rows keeps the limit of bytes."""
         if self._auto is None or not self._auto.counts_bytes:
             return True
-        return self.trial_bytes.fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
+        return self.trial_bytes(graph).fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
 
-    def witness_bytes(self, division: Division) -> int:
+    def witness_bytes(self, graph: StepGraph, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""
-        witness = None if self.first_step is None else self.first_step.witness
-        return 0 if witness is None else self.trial_bytes.of_witness(division, room(witness.device))
+        witness = None if graph.first_step is None else graph.first_step.witness
+        return 0 if witness is None else self.trial_bytes(graph).of_witness(division, room(witness.device))
 
     def results(self, call: StepCall, output_spec: Any) -> Results:
         """What puts together the result of a call."""
@@ -466,6 +499,14 @@ _OTHER_ROWS = (
     "forward depends on the number of rows: {why}\nWhether micro-batches give what the whole mini-batch gives cannot be "
     "compared without a loss: run one micro-batch, chunks=1"
 )
+
+
+def _failed_microbatch(error: PippyError) -> int | None:
+    """The micro-batch for which a stage has found that forward would go on in another way; None for another error."""
+    if isinstance(error, StepError):
+        failure = error.failure
+        return failure.microbatch if failure is not None and failure.guard else None
+    return 0 if isinstance(error, UncountedError) and fails_guard(error) else None  # the first is the largest
 
 
 def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:

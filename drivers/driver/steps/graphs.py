@@ -177,7 +177,7 @@ class DriverGraphs:
         self.all, self.specs, self.made, self.commands = [first], specs, made, commands
         self.known: dict[Any, int] = {}  # the graph that has run micro-batches of these sizes
         self.failed: set[tuple[Any, int]] = set()
-        self.why: dict[Any, StepError] = {}  # what a stage has found
+        self.why: dict[Any, PippyError] = {}  # what a stage has found
 
     def forget(self) -> None:
         """Drop all graphs but that of the Pipe: the script has changed something."""
@@ -242,7 +242,7 @@ class DriverGraphs:
 
     def _make(self, call: "_Call", at: int, why: Exception) -> StepGraph:
         if len(self.all) >= MOST:
-            raise GuardError(f"{why}\nThe driver has {MOST} graphs of the model already, and makes no more") from why
+            raise _not_made(why, f"the driver has {MOST} already, and makes no more") from why
         try:
             found = graph_for(self.all[0].pipe, *call.example(at))
             graph = self.made(found, len(self.all), frozenset(call.own.arguments), _reason(why))
@@ -261,12 +261,8 @@ class DriverGraphs:
         for part in plan.parts:
             self.known.update(dict.fromkeys(plan.sizes[part.first : part.end], part.graph.number))
 
-    def reject(self, plan: StepPlan, error: StepError) -> None:
-        """Note that a stage has found that forward would go on in another way. Raises the error if it says not where."""
-        failure = error.failure
-        if not plan.sizes or failure is None or not failure.guard or failure.microbatch is None:
-            raise error
-        at = failure.microbatch
+    def reject(self, plan: StepPlan, at: int, error: PippyError) -> None:
+        """Note that a stage has found that forward would go on in another way for a micro-batch."""
         part = next(each for each in plan.parts if each.first <= at < each.end)
         self.failed.add((plan.sizes[at], part.graph.number))
         self.why[plan.sizes[at]] = error
@@ -368,9 +364,16 @@ def _asked(value: Any) -> Any:
 
 def _reason(why: Exception) -> str:
     """The guard that failed, in a line or two."""
-    text = why.failure.guard if isinstance(why, StepError) else str(why)
+    failure = why.failure if isinstance(why, StepError) else None
+    text = str(why) if failure is None else failure.guard
     return text.partition("What to do:")[0].rstrip("\n ;").replace("\n", "")
 
 
-def _not_made(why: Exception, error: Exception) -> GuardError:
-    return GuardError(f"{why}\nNo other graph could be made for this call: {error}")
+def _not_made(why: Exception, reason: object) -> PippyError:
+    """The error for a call that fails a guard of all graphs, and for which no other can be made."""
+    text = f"{why}\nNo other graph of the model could be made for this call: {reason}"
+    if not isinstance(why, StepError):
+        return GuardError(text)
+    error = StepError(text)
+    error.failure, error.worker = why.failure, why.worker
+    return error

@@ -187,6 +187,13 @@ class DriverPrograms:
         name = "training" if trains else _FORWARD
         if (chunks, name) in self.sent:
             return self.sent[chunks, name]
+        return self._send(chunks, name, self._scheduled(chunks, trains), trains)
+
+    def made(self, chunks: int, trains: bool) -> Program:
+        """That program, lowered, and not sent."""
+        return lower(self.pipe, self._scheduled(chunks, trains)).program
+
+    def _scheduled(self, chunks: int, trains: bool) -> Program:
         program = self.schedule.make(chunks, self.workers)
         if not trains:
             forward_only = make_schedule(
@@ -198,7 +205,7 @@ class DriverPrograms:
                 slices=program.slices,
             )
             program = replace(forward_only, hosts=program.hosts)
-        return self._send(chunks, name, program, trains)
+        return program
 
     def for_trial(self, chunks: int, single_loss: bool = False, slices: int = 1) -> SentProgram:
         """The program of a trial: all forwards, then all backwards, on the workers of the first replica."""

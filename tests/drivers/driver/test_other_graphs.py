@@ -221,7 +221,7 @@ def test_there_are_eight_graphs_at_most(threads):
     for rows in range(1, 9):
         driver.run(1, *batch(rows)[0], batch(rows)[2])
     assert len(driver.graphs) == 8 and str(driver).count("graph ") == 8
-    with pytest.raises(errors.GuardError, match="8 graphs"):
+    with pytest.raises(errors.StepError, match="has 8 already"):
         driver.run(1, *batch(9)[0], batch(9)[2])
     driver.run(1, *batch(3)[0], batch(3)[2])
 
@@ -276,5 +276,5 @@ def test_a_copy_of_a_pipe_has_no_model_to_trace(threads):
     args, _, target = batch(3)
     pipe = copy.deepcopy(pipeline(Asks().double(), nn.MSELoss(), example_args=(*args, target)))
     driver = PipelineDriver1F1B(pipe, threads)
-    with pytest.raises(errors.GuardError, match="no model that it could trace"):
+    with pytest.raises(errors.PippyError, match="no model that it could trace"):
         driver.run(1, *batch(1)[0], batch(1)[2])
