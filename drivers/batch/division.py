@@ -191,6 +191,12 @@ class Division:
             arguments={name: map_divided(lambda leaf: leaf.part(held), each) for name, each in self.arguments.items()},
         )
 
+    def uncut(self) -> "Division":
+        """The mini-batch as one micro-batch."""
+        sizes = None if self.sizes is None else (self.rows or 0,)
+        starts = () if sizes is None else (0,)
+        return replace(self, chunks=1, sizes=sizes, starts=starts, slices=1, mask=False, share=None)
+
     def between(self, first: int, end: int) -> "Division":
         """A division of the micro-batches from ``first`` to before ``end`` alone, which are numbered from 0.
 

@@ -278,7 +278,7 @@ class StepRunner:
                 self._check_first(first_step, call, sent)
             if first_step.how is not how:  # the check has found what weighs the losses
                 results = self.results(call, self.settings.output_spec)
-        elif call.is_of_other_rows and self._checked_by is None and self.compiled.loss is None:
+        elif call.plan.is_of_other_rows and self._checked_by is None and self.compiled.loss is None:
             raise MicrobatchError(_OTHER_ROWS.format(why=plan.parts[-1].graph.why))
         unprobed = (plan.graph.number, chunks, call.trains, call.outputs is not None)
         record, is_one = self.recording, len(plan.parts) == 1
@@ -359,7 +359,7 @@ class StepRunner:
         Of steps without gradients, those are checked whose micro-batches go by other graphs than all of their rows may.
         """
         if not call.trains:
-            if not call.is_of_other_rows:
+            if not call.plan.is_of_other_rows:
                 return
             call = replace(call, trains=True)
             sent = self._programs_for(call.plan, call.division.row_chunks, True)[1]

@@ -187,12 +187,12 @@ class FirstStep:
 
     def _needs_all(self, call: StepCall) -> bool:
         """Whether forward may do something else for all rows than for a part of them, however few."""
-        if call.is_of_other_rows:
+        if call.plan.is_of_other_rows:
             return True
         division = call.division
         if not division.is_cut or division.sizes is None or isinstance(division, DivisionOfColumns):
             return False
-        return failed_guard(self.compiled, WholeRows(division).divided(1)) is not None
+        return failed_guard(self.compiled, division.uncut()) is not None
 
     def _check_parts(self, call: StepCall, run: RunWhole) -> Checked:
         """Compare all rows of a step whose micro-batches go by several graphs."""
@@ -527,7 +527,7 @@ def _rows_decide(call: StepCall) -> Iterator[None]:
     try:
         yield
     except MicrobatchError as error:
-        if not call.is_of_other_rows:
+        if not call.plan.is_of_other_rows:
             raise
         why = next(each.graph.why for each in reversed(call.plan.parts) if each.graph.number)
         raise MicrobatchError(

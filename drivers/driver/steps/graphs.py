@@ -36,7 +36,7 @@ from pippy.ir.other_graphs import OtherGraph, graph_for
 from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags, model_of
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
-from pippy.ir.run.functions import CHECKS
+from pippy.ir.run.functions import CHECKS, check_fixed
 
 if TYPE_CHECKING:
     from pippy.drivers.driver.check.first_step import FirstStep
@@ -73,6 +73,13 @@ class StepGraph:
         """Whether a stage may find that forward would go on in another way."""
         stages = (stage for _, stage in self.compiled.stages())
         return any(node.target in CHECKS for stage in stages for node in stage.graph.nodes)
+
+    @cached_property
+    def asks_for_rows(self) -> bool:
+        """Whether a stage asks how many rows there are: the check of such a value has the rows of the example."""
+        stages = (stage for _, stage in self.compiled.stages())
+        nodes = (node for stage in stages for node in stage.graph.nodes if node.target is check_fixed)
+        return any(len(node.args) > 3 for node in nodes)
 
     @cached_property
     def returned(self) -> tuple[Any, list[str]]:
@@ -152,6 +159,15 @@ class StepPlan:
     def is_plain(self) -> bool:
         """Whether all goes by the Pipe's own graph."""
         return len(self.parts) == 1 and not self.graph.number
+
+    @cached_property
+    def is_of_other_rows(self) -> bool:
+        """Whether micro-batches go by graphs that were made for their numbers of rows: all rows may go by another."""
+        if self.is_plain or not self.division.is_cut:
+            return False
+        graph = self.graph
+        asks = len(self.parts) > 1 or graph.asks_for_rows
+        return asks or failed_guard(graph.compiled, self.division.uncut()) is not None
 
     def inputs(self, part: Part, whole: Division | None = None) -> Division:
         """The micro-batches of a part, numbered from 0."""

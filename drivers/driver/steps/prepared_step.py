@@ -40,11 +40,6 @@ class StepCall:
     hooks: Hooks
     scale: float | None
 
-    @property
-    def is_of_other_rows(self) -> bool:
-        """Whether micro-batches go by graphs that were made for other numbers of rows, so that all rows may go by another."""
-        return self.division.is_cut and not self.plan.is_plain
-
     def message(self, sent: SentProgram, weights: tuple[float, ...], reduce: bool) -> Step:
         """The message to all workers. `prepare` adds what is for one worker alone."""
         unsure = self.plan.unsure
