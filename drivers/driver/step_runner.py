@@ -25,7 +25,7 @@ from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.steps.asked_outputs import asked_outputs
-from pippy.drivers.driver.steps.graphs import DriverGraphs, Part, StepGraph, StepPlan
+from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph, StepPlan
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results, RunningStep
@@ -58,8 +58,8 @@ _NOT_WITH_SLICES = {
 }
 
 
-Count = Callable[[Pipe, Division], Any]
-Counted = tuple[StepGraph, int, Any]  # the graph, the number of micro-batches, and what was counted
+CountOf = Callable[[Pipe, Division], Any]
+GraphCount = tuple[StepGraph, int, Any]  # the graph, the number of micro-batches, and what was counted
 
 
 @dataclass
@@ -140,29 +140,31 @@ class StepRunner:
         self._flags: Flags = {}  # of modules and parameters, when they were noted last
         self._has_run = False  # whether workers may have other buffers than the model in this process
         self._probed: set[tuple[int, int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+        self.first_steps: dict[int, FirstStep] = {}  # by the graph's number
         self._checked_by: tuple[bool, bool, Budget] | None = None
 
     def check_first(self, is_single: bool, by_step: bool, budget: Budget) -> None:
         """Have the first step checked. ``is_single`` says that there is one pipeline, ``by_step`` how buffers are compared."""
         self._checked_by = is_single, by_step, budget
-        self.graphs.all[0].first_step = self._check_of(self.graphs.all[0])
+        self._check_of(self.graphs.all[0])
 
-    def _check_of(self, graph: StepGraph) -> FirstStep | None:
-        """What checks the first steps of a graph; None if the driver checks none."""
+    def _check_of(self, graph: StepGraph) -> None:
+        """Have the first steps of a graph checked, if the driver checks any."""
         if self._checked_by is None:
-            return None
+            return
         settings, (is_single, by_step, budget) = self.settings, self._checked_by
         given = graph.placed, graph.programs, self.commands, self.datasets, settings.timeout, self.device.type
         may_be_single = self.compiled.loss_module is not None and is_single
         of_loss = settings.loss_reduction, settings.single_loss, may_be_single
         witness = witness_of(self.model, graph.compiled, lambda: not self._has_run and self.model.stale.is_current)
         found = None if self.first_step is None else self.first_step.found
-        return FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, partial(self.trial_fits, graph), found)
+        fits = partial(self.trial_fits, graph)
+        self.first_steps[graph.number] = FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, fits, found)
 
     @property
     def first_step(self) -> FirstStep | None:
-        """What checks first steps."""
-        return self.graphs.all[0].first_step
+        """What checks the first steps of the Pipe's graph; None if nothing is checked."""
+        return self.first_steps.get(0)
 
     def _placed_alike(self, other: OtherGraph, number: int, given: frozenset[str], why: str) -> StepGraph:
         """Another graph, with its stages on the same workers."""
@@ -174,7 +176,7 @@ class StepRunner:
         own.buckets = placed.buckets
         programs = first.programs.of_graph(other.pipe, own)
         made = StepGraph(number, other.pipe, own, programs, given, why, other.held)
-        made.first_step = self._check_of(made)
+        self._check_of(made)
         return made
 
     @property
@@ -190,9 +192,8 @@ class StepRunner:
         self._forget_checks()
 
     def _forget_checks(self) -> None:
-        for graph in self.graphs.all:
-            if graph.first_step is not None:
-                graph.first_step.forget()
+        for each in self.first_steps.values():
+            each.forget()
 
     def follow(self) -> None:
         """Have the next step follow what the script has changed, or raise. Nothing is sent if nothing has changed."""
@@ -253,7 +254,7 @@ class StepRunner:
                 raise
             return 1
 
-    def counted(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], count: Count) -> Counted:
+    def counted(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], count: CountOf) -> GraphCount:
         """What ``count`` gives for the largest micro-batches of a call, by the graph that these go by."""
         while True:
             plan = self.planned(chunks, args, kwargs)
@@ -267,7 +268,7 @@ class StepRunner:
 
     def _begin(self, call: StepCall, chunks: int, fitted: DividedCall | None) -> RunningStep:
         """Check a call, if it is the first of its kind, and send it."""
-        plan, first_step = call.plan, call.plan.graph.first_step
+        plan, first_step = call.plan, self.first_steps.get(call.plan.graph.number)
         results = self.results(call, self.settings.output_spec)
         purpose, sent = self._programs_for(plan, chunks, call.trains, fitted)
         if call.trains:
@@ -342,9 +343,10 @@ class StepRunner:
             if plan.is_plain
             else self._programs_for(plan, chunks, call.trains)[1]
         )
-        if plan.graph.first_step is not None and call.trains:
+        first_step = self.first_steps.get(plan.graph.number)
+        if first_step is not None and call.trains:
             with suppress(MicrobatchError):  # the report says what differs
-                self._check_first(plan.graph.first_step, call, sent)
+                self._check_first(first_step, call, sent)
         results = self.results(call, self.settings.output_spec if outputs else None)
         answers: list[Mapping[int, StepResult]] = []
         running = RunningStep(self.session, results, renames=plan.renames())
@@ -420,7 +422,7 @@ class StepRunner:
         if self._sliced is None:
             return self.graphs.plan(chunks, args, kwargs)
         division = self.divided(chunks, args, kwargs)
-        return StepPlan((Part(self.graphs.all[0], 0, division.chunks),), {0: division})
+        return StepPlan((GraphPart(self.graphs.all[0], 0, division.chunks),), {0: division})
 
     def _prepared(self, call: StepCall, sent: Sequence[SentProgram], results: Results, **how: Any) -> dict[int, Step]:
         """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
@@ -471,13 +473,14 @@ class StepRunner:
 
     def witness_bytes(self, graph: StepGraph, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""
-        witness = None if graph.first_step is None else graph.first_step.witness
+        first_step = self.first_steps.get(graph.number)
+        witness = None if first_step is None else first_step.witness
         return 0 if witness is None else self.trial_bytes(graph).of_witness(division, room(witness.device))
 
     def results(self, call: StepCall, output_spec: Any) -> Results:
         """What puts together the result of a call."""
         graph = call.plan.graph
-        how = self.settings.loss_reduction if graph.first_step is None else graph.first_step.how
+        how = self.settings.loss_reduction if self.first_step is None else self.first_step.how
         given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
         return Results(graph.compiled, graph.placed.value_names, call.division, *given)
 

@@ -30,7 +30,7 @@ class StageFlags:
 
 
 @dataclass(frozen=True)
-class StepPart:
+class GraphStep:
     """The next micro-batches of a step, which go by another graph of the model: by its ``program``, and with what `Step` has.
 
     ``returns`` are the values to return, as in `StepReturning`; None for those of the program.
@@ -77,12 +77,12 @@ class Step:
     alike: bool = False
     see: bool = False
     watch: bool = False
-    then: tuple[StepPart, ...] = ()
+    then: tuple[GraphStep, ...] = ()
     graph_flags: Mapping[int, Mapping[str, StageFlags]] = field(default_factory=dict)
     unsure: bool = False
 
     @property
-    def parts(self) -> "list[Step | StepPart]":
+    def parts(self) -> "list[Step | GraphStep]":
         """The micro-batches that go by one program, and then those that go by others."""
         return [self, *self.then]
 

@@ -51,11 +51,11 @@ from pippy.drivers.protocol.state import (
 )
 from pippy.drivers.protocol.steps import (
     AskTime,
+    GraphStep,
     RunTrial,
     StageFlags,
     StartProfile,
     Step,
-    StepPart,
     StepResult,
     StepReturning,
     StopProfile,
@@ -358,9 +358,9 @@ class DriverState:
             yield executor.run(context, [executor.recorder] if step.record else ())
             earlier += len(part.inputs.held)
 
-    def _context(self, step: Step, number: int, part: StepPart | None = None) -> StepContext:
+    def _context(self, step: Step, number: int, part: GraphStep | None = None) -> StepContext:
         """The context of a step, or of another ``part`` of it."""
-        own: Step | StepPart = step if part is None else part
+        own: Step | GraphStep = step if part is None else part
         return StepContext(
             number,
             {name: own.inputs.microbatches(name) for name in own.inputs.arguments},
@@ -370,7 +370,7 @@ class DriverState:
             self.place,
             self.statistics,
             self.given_up,
-            returns=own.returns if isinstance(own, StepReturning | StepPart) else None,
+            returns=own.returns if isinstance(own, StepReturning | GraphStep) else None,
             random=step.random,
         )
 

@@ -16,19 +16,19 @@ from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import unpickle
 from pippy.ir.run.keyed_draws import draw_from_torch
 
-Stages = Mapping[str, nn.Module]
+GraphStages = Mapping[str, nn.Module]
 
 
 class ModelGraphs:
     """The stages of each graph, by the graph's number: ``modules`` are those of graph 0. ``constant`` names their tensors that
     other stages read."""
 
-    def __init__(self, modules: Stages, constant: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    def __init__(self, modules: GraphStages, constant: Mapping[str, Sequence[str]], device: torch.device) -> None:
         self.device = device
-        self.modules: dict[int, Stages] = {0: modules}
+        self.modules: dict[int, GraphStages] = {0: modules}
         self.constant: dict[int, Mapping[str, Sequence[str]]] = {0: constant}
 
-    def add(self, add: AddGraph) -> Stages:
+    def add(self, add: AddGraph) -> GraphStages:
         """Make the stages of another graph, and return them."""
         made: dict[str, nn.Module] = unpickle(add.modules, self.part)
         for module in made.values():

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,9 +38,6 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import CHECKS, check_fixed
 
-if TYPE_CHECKING:
-    from pippy.drivers.driver.check.first_step import FirstStep
-
 MOST = 8  # graphs of one driver
 _KNOWN = 4096  # sizes of micro-batches
 
@@ -60,7 +57,6 @@ class StepGraph:
     given: frozenset[str]
     why: str = ""
     held: Mapping[str, Mapping[int, tuple[str, str]]] = field(default_factory=dict)
-    first_step: "FirstStep | None" = None
     is_sent: bool = False
 
     @property
@@ -124,7 +120,7 @@ class StepGraph:
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """The micro-batches from ``first`` to before ``end`` of a step, which go by one graph."""
 
     graph: StepGraph
@@ -140,7 +136,7 @@ class StepPlan:
     forward would go on in another way.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[GraphPart, ...]
     divisions: Mapping[int, Division]
     sizes: tuple[Any, ...] = ()
     unsure: bool = False
@@ -169,7 +165,7 @@ class StepPlan:
         asks = len(self.parts) > 1 or graph.asks_for_rows
         return asks or failed_guard(graph.compiled, self.division.uncut()) is not None
 
-    def inputs(self, part: Part, whole: Division | None = None) -> Division:
+    def inputs(self, part: GraphPart, whole: Division | None = None) -> Division:
         """The micro-batches of a part, numbered from 0."""
         division = self.divisions[part.graph.number] if whole is None else whole
         return division if len(self.parts) == 1 else division.between(part.first, part.end)
@@ -213,7 +209,7 @@ class DriverGraphs:
             division = call.division(first)
             is_sure = len(self.all) == 1 and not first.asks_in_stages and failed_guard(first.compiled, division) is None
             if is_sure or isinstance(division, DivisionOfColumns):
-                return StepPlan((Part(first, 0, division.chunks),), {0: division})
+                return StepPlan((GraphPart(first, 0, division.chunks),), {0: division})
         except InputError:
             if call.bound is None:
                 raise
@@ -229,7 +225,7 @@ class DriverGraphs:
         parts = []
         for at, number in enumerate(numbers):
             if not at or number != numbers[at - 1]:
-                parts.append(Part(self.all[number], at, at + 1))
+                parts.append(GraphPart(self.all[number], at, at + 1))
             else:
                 parts[-1] = replace(parts[-1], end=at + 1)
         used = {each.graph.number: call.division(each.graph) for each in parts}

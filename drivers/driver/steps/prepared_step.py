@@ -13,10 +13,10 @@ from pippy.drivers.batch.columns import Column
 from pippy.drivers.batch.division import Division
 from pippy.drivers.driver.data.sent_datasets import SentDatasets
 from pippy.drivers.driver.steps.asked_outputs import values_to_return
-from pippy.drivers.driver.steps.graphs import Part, StepPlan
+from pippy.drivers.driver.steps.graphs import GraphPart, StepPlan
 from pippy.drivers.driver.steps.programs import SentProgram
 from pippy.drivers.driver.steps.results import Results
-from pippy.drivers.protocol.steps import Step, StepPart, StepReturning
+from pippy.drivers.protocol.steps import GraphStep, Step, StepReturning
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.surroundings import Surroundings
 
@@ -81,12 +81,12 @@ def prepare(
 
 def _part(
     call: StepCall,
-    part: Part,
+    part: GraphPart,
     sent: SentProgram,
     results: Results,
     ranks: Sequence[int],
     datasets: SentDatasets,
-) -> Mapping[int, StepPart]:
+) -> Mapping[int, GraphStep]:
     """What each worker is told of the micro-batches that go by one graph."""
     placed, plan = part.graph.placed, call.plan
     _, loss_call = placed.loss_call(sent.lowered) if results.weighs_elsewhere else (None, None)
@@ -96,4 +96,4 @@ def _part(
     weights = results.weights[part.first : part.end] if len(plan.parts) > 1 else results.weights
     returned = values_to_return(placed.compiled, call.outputs)
     returns: Mapping[int, Any] = {} if returned is None else placed.returns(returned)
-    return {rank: StepPart(sent.number, divisions[rank], weights, returns.get(rank)) for rank in ranks}
+    return {rank: GraphStep(sent.number, divisions[rank], weights, returns.get(rank)) for rank in ranks}
