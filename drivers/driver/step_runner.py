@@ -279,8 +279,9 @@ class StepRunner:
                 self._check_first(first_step, call, sent)
             if first_step.how is not how:  # the check has found what weighs the losses
                 results = self.results(call, self.settings.output_spec)
-        elif call.plan.is_of_other_rows and self._checked_by is None and self.compiled.loss is None:
-            raise MicrobatchError(_OTHER_ROWS.format(why=plan.parts[-1].graph.why))
+        elif plan.is_of_other_rows:
+            what = "without a loss" if self.compiled.loss is None else "with check=False"
+            raise MicrobatchError(_OTHER_ROWS.format(why=plan.parts[-1].graph.why, what=what))
         unprobed = (plan.graph.number, chunks, call.trains, call.outputs is not None)
         record, is_one = self.recording, len(plan.parts) == 1
         steps = self._prepared(
@@ -500,7 +501,7 @@ _ONE_GRAPH = (
 )
 _OTHER_ROWS = (
     "forward depends on the number of rows: {why}\nWhether micro-batches give what the whole mini-batch gives cannot be "
-    "compared without a loss: run one micro-batch, chunks=1"
+    "compared {what}.\nWhat to do: run one micro-batch, chunks=1"
 )
 
 

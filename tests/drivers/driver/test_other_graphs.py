@@ -93,7 +93,7 @@ def test_a_graph_is_traced_and_sent_once(threads, monkeypatch):
     monkeypatch.setattr(
         "pippy.drivers.driver.steps.graphs.graph_for", lambda *args: traced.append(1) or graph_for(*args)
     )
-    _, driver = made(threads, check=False)
+    _, driver = made(threads)
     call = driver.commands.call
     monkeypatch.setattr(
         driver.commands, "call", lambda bodies, *rest: sent.update(map(type, bodies.values())) or call(bodies, *rest)
