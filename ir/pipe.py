@@ -36,8 +36,8 @@ from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.state import load_state
-from pippy.ir.trace.arguments import Example
-from pippy.ir.trace.exported import module_of
+from pippy.ir.trace.arguments import Example, signature_of
+from pippy.ir.trace.exported import ExportedModel, module_of
 from pippy.ir.trace.sequential import Layers, trace_sequential
 from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
@@ -249,10 +249,12 @@ class Pipe(nn.Module):
 
 
 class TracedModel:
-    """The model that a Pipe was made from, and the loss. A copy of a Pipe has none: its tensors are not those of the model."""
+    """The model that a Pipe was made from, the loss, and the request. A copy of a Pipe has none: its tensors are not those of
+    the model."""
 
     def __init__(self, model: nn.Module | None = None, loss: Callable[..., Any] | None = None) -> None:
         self.model, self.loss = model, loss
+        self.request: Request | None = None
 
     def __reduce__(self) -> Any:
         return TracedModel, ()
@@ -268,6 +270,12 @@ def loss_of(pipe: Pipe) -> Callable[..., Any] | None:
     """The loss function that was given for a Pipe; None if the model returns its loss."""
     loss: Callable[..., Any] | None = pipe.__dict__[_MODEL].loss
     return loss
+
+
+def request_of(pipe: Pipe) -> Request | None:
+    """What was asked for when the model of a Pipe was traced; None for a copy, and for one that was not traced."""
+    request: Request | None = pipe.__dict__[_MODEL].request
+    return request
 
 
 def compiled_of(pipe: Pipe) -> Compiled:
@@ -286,6 +294,17 @@ def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return example.args, example.kwargs
 
 
+def given_in_example(pipe: Pipe) -> frozenset[str]:
+    """The names of the arguments of forward that the example of a Pipe gave."""
+    example: Example | None = pipe.__dict__.get(_EXAMPLE)
+    model = model_of(pipe)
+    if example is None or model is None:
+        return frozenset()
+    signature = signature_of(model)
+    args, kwargs = example.of_model(signature)
+    return frozenset(signature.bind_partial(*args, **kwargs).arguments)
+
+
 def pipe_of(model: Any, request: Request) -> Pipe:
     """Trace a module or an exported program, cut it at its marks or at those that the request places, and compile it."""
     model = module_of(original_of(model))
@@ -295,6 +314,7 @@ def pipe_of(model: Any, request: Request) -> Pipe:
         example = request.example(model)
         traced = trace(model, request.tracer, request.concrete_args, example)
         pipe = _made(traced, request)
+        pipe.__dict__[_MODEL].request = None if isinstance(model, ExportedModel) else request
         pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
         return pipe
 

@@ -8,7 +8,7 @@ from pippy.drivers.batch.columns import loaded_columns
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.division import Division
 from pippy.ir.base.brief import brief
-from pippy.ir.base.errors import InputError
+from pippy.ir.base.errors import GuardError
 from pippy.ir.call.signature import bind, call_signature, check_guards
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.functions import cut_into
@@ -34,35 +34,61 @@ def divide_call(
     >>> division.sizes, division.take("target", 1).shape, division.take("input_1", 1).shape
     ((3, 2), torch.Size([2, 2]), torch.Size([3, 2]))
     """
-    values = bind(compiled, args, kwargs)
+    division = divide_unguarded(compiled, chunks, args, kwargs, chunk_spec, batch_dims, mask)
+    fault = failed_guard(compiled, division)
+    if fault is not None:
+        raise fault
+    return division
+
+
+def divide_unguarded(
+    compiled: Compiled,
+    chunks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chunk_spec: Sequence[Any] | Mapping[str, Any] | None = None,
+    batch_dims: Sequence[int | None] | Mapping[str, int | None] | None = None,
+    mask: bool = False,
+    values: Mapping[str, Any] | None = None,
+) -> Division:
+    """Divide the arguments of a call, whatever sizes micro-batches have. ``values`` are those of the model's own arguments, if
+    these are to be divided, and not the inputs of the Pipe."""
     users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
+    if values is None:
+        values = bind(compiled, args, kwargs)
+    else:
+        users = {name: name for name in values}
     by_name = _specs_of_call(compiled, args, kwargs, chunk_spec, "chunk_spec")
     for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
         by_name[name] = _either(name, by_name.get(name), dim)
     by_input = {name: by_name[user] for name, user in users.items() if user in by_name}
-    division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
-    check_guards_of(compiled, division)
-    return division
+    return divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
 
 
 def check_guards_of(compiled: Compiled, division: Division) -> None:
-    """Raise if a micro-batch is not as the Pipe needs it. One of each size is checked."""
+    """Raise if a micro-batch is not as the Pipe needs it."""
+    fault = failed_guard(compiled, division)
+    if fault is not None:
+        raise fault
+
+
+def failed_guard(compiled: Compiled, division: Division, microbatch: int | None = None) -> GuardError | None:
+    """The error for a micro-batch that is not as the Pipe needs it; None if there is none. One of each size is checked, or one
+    alone."""
     names = guarded_inputs(compiled, division)
-    if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
-        sizes = enumerate(division.sizes or (0,))
-        for chunk in {(size, chunk % division.slices): chunk for chunk, size in sizes}.values():
-            _check_guards(compiled, names, division, chunk)
-
-
-def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, chunk: int) -> None:
-    try:
-        with cut_into(division.chunks, division.rows):
-            check_guards(compiled, {name: division.take(name, chunk) for name in names})
-    except InputError as error:
-        rows = division.rows_shown(chunk)
-        if not rows:
-            raise
-        raise InputError(f"{error}\nThese are the sizes of micro-batch {chunk}, which has {rows}") from None
+    if not compiled.guards.are_of_rows or any(loaded_columns(division.arguments[name]) for name in names):
+        return None
+    sizes = enumerate(division.sizes or (0,))
+    chosen = {(size, chunk % division.slices): chunk for chunk, size in sizes}.values()
+    for chunk in chosen if microbatch is None else (microbatch,):
+        try:
+            with cut_into(division.chunks, division.rows):
+                check_guards(compiled, {name: division.take(name, chunk) for name in names})
+        except GuardError as error:
+            rows = division.rows_shown(chunk)
+            sized = f"\nThese are the sizes of micro-batch {chunk}, which has {rows}" if rows else ""
+            return GuardError(f"{error}{sized}")
+    return None
 
 
 def guarded_inputs(compiled: Compiled, division: Division) -> list[str]:

@@ -191,6 +191,25 @@ class Division:
             arguments={name: map_divided(lambda leaf: leaf.part(held), each) for name, each in self.arguments.items()},
         )
 
+    def uncut(self) -> "Division":
+        """The mini-batch as one micro-batch."""
+        sizes = None if self.sizes is None else (self.rows or 0,)
+        starts = () if sizes is None else (0,)
+        return replace(self, chunks=1, sizes=sizes, starts=starts, slices=1, mask=False, share=None)
+
+    def between(self, first: int, end: int) -> "Division":
+        """A division of the micro-batches from ``first`` to before ``end`` alone, which are numbered from 0.
+
+        >>> from pippy.drivers.batch.divide import divide
+        >>> between = divide({"x": torch.arange(5)}, chunks=3).between(1, 3)
+        >>> between.chunks, between.rows, between.microbatches("x")
+        (2, 3, [tensor([2, 3]), tensor([4])])
+        """
+        held = self.part(range(first, end))
+        starts = tuple(start - self.starts[first] for start in self.starts[first:end])
+        sizes = self.sizes and self.sizes[first:end]
+        return replace(held, chunks=end - first, sizes=sizes, starts=starts, share=None)
+
     def rows_of(self, microbatch: int) -> int:
         """How many rows a micro-batch has. Something must have rows."""
         assert self.sizes is not None

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.choice.divided_call import CallShapes, DividedCall, counts_of_chunks, no_larger
+from pippy.drivers.choice.divided_call import CallShapes, DividedCall, no_larger
 from pippy.drivers.choice.given_limits import GivenLimits
 from pippy.drivers.choice.measured_programs import programs_that_fit, programs_within
 from pippy.drivers.choice.measurements import Answers, Measurements, StepPurpose, with_measured_costs
@@ -151,7 +151,7 @@ one number or one for each worker
         return choice.chunks
 
     def _every_count(self, make: Make, call: DividedCall) -> Problem:
-        return self._problem(make(1), call, counts_of_chunks(call.rows_to_cut))
+        return self._problem(make(1), call, call.counts)
 
     def _problem(self, plain: Program, call: DividedCall | None, chunks: Sequence[int]) -> Problem:
         """What is to be chosen for a call, cut into one of the numbers ``chunks``. ``plain`` has the placement."""

@@ -10,6 +10,7 @@ import torch
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.plan.choice.candidate import MicroBatch
+from pippy.ir.base.errors import GuardError, PippyError
 from pippy.ir.base.trees import tensors
 
 CallShapes = tuple[tuple[int, ...], ...]
@@ -44,13 +45,38 @@ class DividedCall:
 
     def counts_above(self, chunks: int) -> list[int]:
         """The numbers of micro-batches to try that are higher than this one."""
-        return [count for count in counts_of_chunks(self.rows or 1) if count > chunks]
+        return [count for count in counts_of_chunks(self.rows or 1) if count > chunks and self.runs(count)]
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of micro-batches to try. If the Pipe's graph runs none of them, all, so that an estimate says why."""
+        counts = counts_of_chunks(self.rows_to_cut)
+        return [count for count in counts if self.runs(count)] or counts
+
+    def runs(self, chunks: int) -> bool:
+        """Whether the Pipe's graph runs so many micro-batches: for the sizes of others, forward may go on in another way."""
+        try:
+            self.estimate(chunks)
+        except PippyError as error:
+            return not fails_guard(error)
+        return True
 
     @cached_property
     def shapes(self) -> CallShapes:
         """All that the bytes depend on: the number of optimizers, whether autocast is in force, the shapes of the tensors."""
         casts = (1,) * torch._C._is_any_autocast_enabled()
         return ((self.optimizers,), casts, *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
+
+
+def fails_guard(error: BaseException | None) -> bool:
+    """Whether an error comes from a guard that failed.
+
+    >>> fails_guard(GuardError("x is None")), fails_guard(DriverError("why"))
+    (True, False)
+    """
+    while error is not None and not isinstance(error, GuardError):
+        error = error.__cause__
+    return error is not None
 
 
 def no_larger(shapes: CallShapes, counted: CallShapes) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.division import Division
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
@@ -44,6 +45,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
     checked_out_of_order,
     chosen_workers,
 )
+from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.results import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
@@ -58,6 +60,7 @@ from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
+from pippy.drivers.plan.cost.held_bytes import PipeBytes
 from pippy.drivers.plan.passes.halves import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.programs import AskCompiled
@@ -193,6 +196,28 @@ class PipelineDriverBase(ModelOnWorkers):
         idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in used)
         unused = f"; none on {shortened(idle, 200)}" if idle else ""
         return f"<{type(self).__name__}: {schedule}, {stages} on {workers}{unused}>"
+
+    def __str__(self) -> str:
+        """The driver, and the graphs of the model, if it has made others."""
+        others = self.graphs if len(self.graphs) > 1 else ()
+        return "\n".join([repr(self), *map(str, others)])
+
+    @property
+    def graphs(self) -> tuple[StepGraph, ...]:
+        """The graphs of the model that steps go by. Print one to see the guard that others failed; ``graph.pipe`` is its Pipe.
+
+        >>> class Net(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if len(x) == 1 else super().forward(x) * 1
+        >>> from pippy import PipelineDriver1F1B, cluster, pipeline
+        >>> pipe = pipeline(Net(2, 2), torch.nn.MSELoss(), example_args=(torch.ones(4, 2), torch.ones(4, 2)))
+        >>> with cluster(1, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(pipe, workers)
+        ...     losses = [driver.run(1, torch.ones(rows, 2), torch.ones(rows, 2)) for rows in (4, 1)]
+        >>> len(driver.graphs)
+        2
+        """
+        return tuple(self.steps.graphs.all)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the stages, each with its worker."""
@@ -550,15 +575,20 @@ class PipelineDriverBase(ModelOnWorkers):
         follow_training_flags(self.pipe)
         args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
         check_no_columns((args, kwargs), "memory()")
-        division = self.steps.divided(chunks, args, kwargs)
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
         program, trains = self.program(chunks), self.trains
-        compile = self.steps.placed.compile
-        sizes = count_pipe(self.pipe, division, self.steps.device, trains, states, has_halves(program), compile)
+        halves, compile = has_halves(program), self.steps.placed.compile
+
+        def count(pipe: Pipe, division: Division) -> tuple[Division, PipeBytes]:
+            return division, count_pipe(pipe, division, self.steps.device, trains, states, halves, compile)
+
+        graph, chunks, (division, sizes) = self.steps.counted(chunks, args, kwargs, count)
+        if graph.number:
+            program = graph.programs.made(chunks, trains)
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         checks = trains and self.steps.first_step is not None
-        check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else None
-        in_script = self.steps.witness_bytes(division) if trains else 0
+        check = partial(self.steps.trial_bytes(graph).of_first_step, division, states) if checks else None
+        in_script = self.steps.witness_bytes(graph, division) if trains else 0
         return DriverMemory(program, sizes, bool(states) or not trains, check, in_script)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":

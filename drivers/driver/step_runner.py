@@ -8,26 +8,29 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.base.errors import DriverError, MicrobatchError, StepError
 from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.choice.auto import Auto
-from pippy.drivers.choice.divided_call import DividedCall
+from pippy.drivers.choice.divided_call import DividedCall, fails_guard
+from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.choice.stage_estimates import call_to_fit
+from pippy.drivers.count.fake_errors import UncountedError
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph, StepPlan
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import Results, RunningStep
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.placement.placed_pipe import PlacedHooks
+from pippy.drivers.placement.placed_pipe import PlacedHooks, PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.state import TensorLocation
@@ -38,9 +41,10 @@ from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.brief import brief
 from pippy.ir.base.checked import check_count
+from pippy.ir.base.errors import PippyError
 from pippy.ir.base.surroundings import Surroundings, refused_here
-from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.sliced import sliced
+from pippy.ir.other_graphs import OtherGraph, sliced
+from pippy.ir.pipe import Pipe, compiled_of, given_in_example
 
 _DIMENSIONS = "rows are along dimension 0, and sequences along dimension 1"
 _NOT_WITH_SLICES = {
@@ -52,6 +56,10 @@ _NOT_WITH_SLICES = {
     "compile": "stages with slices run eagerly",
     "schedule": "it is not known how long each slice takes",
 }
+
+
+CountOf = Callable[[Pipe, Division], Any]
+GraphCount = tuple[StepGraph, int, Any]  # the graph, the number of micro-batches, and what was counted
 
 
 @dataclass
@@ -117,25 +125,59 @@ class StepRunner:
         self.model, self.settings, self.programs = model, settings, programs
         self.ranks, self.placement = ranks, placement
         self.compiled, self.placed, self.commands = model.compiled_pipe, model.placed, model.commands
+        specs = settings.chunk_spec, settings.batch_dims, settings.mask
+        self.graphs = DriverGraphs(
+            StepGraph(0, model.pipe, model.placed, programs, given_in_example(model.pipe)),
+            specs,
+            self._placed_alike,
+            model.commands,
+        )
         self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
         self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
         self.hooks = PlacedHooks(model.pipe, self.placed)
         self.recording: Recording | None = None
-        self.first_step: FirstStep | None = None
-        self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
         self._auto, self._statistics, self._sliced = auto, statistics, sliced
         self._flags: Flags = {}  # of modules and parameters, when they were noted last
         self._has_run = False  # whether workers may have other buffers than the model in this process
-        self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+        self._probed: set[tuple[int, int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+        self.first_steps: dict[int, FirstStep] = {}  # by the graph's number
+        self._checked_by: tuple[bool, bool, Budget] | None = None
 
     def check_first(self, is_single: bool, by_step: bool, budget: Budget) -> None:
         """Have the first step checked. ``is_single`` says that there is one pipeline, ``by_step`` how buffers are compared."""
-        settings = self.settings
-        given = self.placed, self.programs, self.commands, self.datasets, settings.timeout, self.device.type
+        self._checked_by = is_single, by_step, budget
+        self._check_of(self.graphs.all[0])
+
+    def _check_of(self, graph: StepGraph) -> None:
+        """Have the first steps of a graph checked, if the driver checks any."""
+        if self._checked_by is None:
+            return
+        settings, (is_single, by_step, budget) = self.settings, self._checked_by
+        given = graph.placed, graph.programs, self.commands, self.datasets, settings.timeout, self.device.type
         may_be_single = self.compiled.loss_module is not None and is_single
         of_loss = settings.loss_reduction, settings.single_loss, may_be_single
-        witness = witness_of(self.model, lambda: not self._has_run and self.model.stale.is_current)
-        self.first_step = FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, self.trial_fits)
+        witness = witness_of(self.model, graph.compiled, lambda: not self._has_run and self.model.stale.is_current)
+        found = None if self.first_step is None else self.first_step.found
+        fits = partial(self.trial_fits, graph)
+        self.first_steps[graph.number] = FirstStep(TrialSteps(*given, by_step), witness, *of_loss, budget, fits, found)
+
+    @property
+    def first_step(self) -> FirstStep | None:
+        """What checks the first steps of the Pipe's graph; None if nothing is checked."""
+        return self.first_steps.get(0)
+
+    def _placed_alike(self, other: OtherGraph, number: int, given: frozenset[str], why: str) -> StepGraph:
+        """Another graph, with its stages on the same workers."""
+        first, placed = self.graphs.all[0], self.placed
+        if self._sliced is not None:
+            raise DriverError("a driver with slices= has one graph")
+        replicas = placed.replicas
+        own = PlacedPipe(compiled_of(other.pipe), replicas[0], placed.compile, replicas[1:], number)
+        own.buckets = placed.buckets
+        programs = first.programs.of_graph(other.pipe, own)
+        made = StepGraph(number, other.pipe, own, programs, given, why, other.held)
+        self._check_of(made)
+        return made
 
     @property
     def trains(self) -> bool:
@@ -146,8 +188,12 @@ class StepRunner:
         """Other processes are in the places of these workers: they have no data, and the next step is the first of them."""
         self.datasets.forget(workers)
         self._has_run = True
-        if self.first_step is not None:
-            self.first_step.forget()
+        self.graphs.lost()
+        self._forget_checks()
+
+    def _forget_checks(self) -> None:
+        for each in self.first_steps.values():
+            each.forget()
 
     def follow(self) -> None:
         """Have the next step follow what the script has changed, or raise. Nothing is sent if nothing has changed."""
@@ -161,8 +207,9 @@ class StepRunner:
         watch.note()
         self.placed.set(watch.settings)
         self._flags = self.placed.flags()
-        if self.first_step is not None and _compared_settings(watch.settings) != before:
-            self.first_step.forget()
+        if _compared_settings(watch.settings) != before:
+            self.graphs.forget()
+            self._forget_checks()
 
     def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
         """How the arguments of a call are cut."""
@@ -172,71 +219,157 @@ class StepRunner:
         return divide_call(self.compiled, chunks, args, kwargs, settings.chunk_spec, settings.batch_dims, settings.mask)
 
     def run(self, chunks: int | None, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> RunningStep:
-        """Begin a step."""
+        """Begin a step. One that may fail a guard of the model is waited for, and begun again by other graphs if it does."""
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = surroundings_of("run")
         self.follow()
         fitted = None
         if self._auto is not None and self._auto.counts_bytes:
             fitted = self._fitted(args, kwargs)
-            chunks = self.programs.count_of_chunks(fitted, self.trains) if chunks is None else chunks
+            chunks = self._count_of_chunks(fitted) if chunks is None else chunks
         assert chunks is not None
-        call = self.call(surroundings, chunks, args, kwargs, outputs)
+        while True:
+            call = self.call(surroundings, chunks, args, kwargs, outputs)
+            plan = call.plan
+            try:
+                running = self._begin(call, chunks, fitted)
+                if not plan.unsure:
+                    return running
+                running.result()
+            except PippyError as error:
+                failed = _failed_microbatch(error)
+                if not plan.unsure or failed is None:
+                    raise
+                self.graphs.reject(plan, failed, error)
+            else:
+                self.graphs.accept(plan)
+                return running
+
+    def _count_of_chunks(self, fitted: DividedCall) -> int:
+        """The number of micro-batches for a call that gives none. One row is one micro-batch, by whatever graph."""
+        try:
+            return self.programs.count_of_chunks(fitted, self.trains)
+        except PippyError as error:
+            if fitted.rows != 1 or not fails_guard(error):
+                raise
+            return 1
+
+    def counted(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], count: CountOf) -> GraphCount:
+        """What ``count`` gives for the largest micro-batches of a call, by the graph that these go by."""
+        while True:
+            plan = self.planned(chunks, args, kwargs)
+            part = max(plan.parts, key=lambda each: (plan.division.sizes or (0,) * each.end)[each.first])
+            try:
+                return part.graph, part.end - part.first, count(part.graph.pipe, plan.inputs(part))
+            except PippyError as error:
+                if not plan.unsure or not fails_guard(error):
+                    raise
+                self.graphs.reject(plan, part.first, error)
+
+    def _begin(self, call: StepCall, chunks: int, fitted: DividedCall | None) -> RunningStep:
+        """Check a call, if it is the first of its kind, and send it."""
+        plan, first_step = call.plan, self.first_steps.get(call.plan.graph.number)
         results = self.results(call, self.settings.output_spec)
-        purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
+        purpose, sent = self._programs_for(plan, chunks, call.trains, fitted)
         if call.trains:
             self._statistics.warn(chunks)
-        if self.first_step is not None and call.trains:
-            how = self.first_step.how
+        if first_step is not None:
+            how = first_step.how
             with advising(call.division):
-                self._check_first(self.first_step, call, sent)
-            if self.first_step.how is not how:  # the check has found what weighs the losses
+                self._check_first(first_step, call, sent)
+            if first_step.how is not how:  # the check has found what weighs the losses
                 results = self.results(call, self.settings.output_spec)
-        unprobed = (chunks, call.trains, outputs is not None)
-        record = self.recording
+        elif plan.is_of_other_rows:
+            what = "without a loss" if self.compiled.loss is None else "with check=False"
+            raise MicrobatchError(_OTHER_ROWS.format(why=plan.parts[-1].graph.why, what=what))
+        unprobed = (plan.graph.number, chunks, call.trains, call.outputs is not None)
+        record, is_one = self.recording, len(plan.parts) == 1
         steps = self._prepared(
             call,
             sent,
             results,
             record=record is not None or purpose.record,
             count_memory=record is not None and record.memory,
-            probe_outputs=unprobed not in self._probed and _can_probe(call, results),
-            watch=self.first_step is not None and self.first_step.watches and call.trains,
+            probe_outputs=is_one and unprobed not in self._probed and _can_probe(call, results),
+            watch=first_step is not None and first_step.watches and call.trains,
         )
-        running = RunningStep(self.session, results, partial(self._accepted, unprobed))
+        running = RunningStep(self.session, results, partial(self._accepted, unprobed, first_step), plan.renames())
         self.session.wait_given_up()
-        program = sent.lowered.program
         note = measured = None
         if record is not None:
-            names = [self.model.cluster.workers[rank] for rank in self.ranks]
-            note = record.begin(program, self.ranks, names, batch_size(call.division, self.compiled))
-        if self._auto is not None and call.trains:
-            measured = self._auto.begin(chunks, program, self.ranks)
+            note = self._note(record, call, sent)
+        if self._auto is not None and call.trains and plan.is_plain:
+            measured = self._auto.begin(chunks, sent[0].lowered.program, self.ranks)
         posted, self._has_run = self._post(steps, call, running), True
         if measured is not None:
             measured(partial(self.session.wait, posted))
         return running.posted(posted, note)
 
+    def _programs_for(
+        self, plan: StepPlan, chunks: int, trains: bool, fitted: DividedCall | None = None
+    ) -> tuple[StepPurpose, list[SentProgram]]:
+        """What is measured in a step, and the program of each of its parts; workers are sent what they lack."""
+        if plan.is_plain:
+            purpose, sent = self.programs.for_step(chunks, trains, fitted)
+            return purpose, [sent]
+        for part in plan.parts:
+            part.graph.load(self.commands)
+        slices = plan.division.slices
+        return UNMEASURED, [each.graph.programs.plain((each.end - each.first) // slices, trains) for each in plan.parts]
+
+    def _note(
+        self, record: Recording, call: StepCall, sent: Sequence[SentProgram]
+    ) -> Callable[[Mapping[int, StepResult]], None]:
+        """What notes the answers of a recorded step, part by part."""
+        names = [self.model.cluster.workers[rank] for rank in self.ranks]
+        notes = [
+            record.begin(
+                its.lowered.program, self.ranks, names, batch_size(call.plan.inputs(part), part.graph.compiled)
+            )
+            for part, its in zip(call.plan.parts, sent)
+        ]
+
+        def note(answers: Mapping[int, StepResult]) -> None:
+            for at, each in enumerate(notes):
+                each({rank: (answer, *answer.then)[at] for rank, answer in answers.items()})
+
+        return note
+
     def aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
         """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
         call = replace(call, outputs=outputs)
-        sent = self.programs.next(call.division.row_chunks, call.trains)
-        if self.first_step is not None and call.trains:
+        chunks, plan = call.division.row_chunks, call.plan
+        sent = (
+            [self.programs.next(chunks, call.trains)]
+            if plan.is_plain
+            else self._programs_for(plan, chunks, call.trains)[1]
+        )
+        first_step = self.first_steps.get(plan.graph.number)
+        if first_step is not None and call.trains:
             with suppress(MicrobatchError):  # the report says what differs
-                self._check_first(self.first_step, call, sent)
+                self._check_first(first_step, call, sent)
         results = self.results(call, self.settings.output_spec if outputs else None)
         answers: list[Mapping[int, StepResult]] = []
-        running = RunningStep(self.session, results)
+        running = RunningStep(self.session, results, renames=plan.renames())
         posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
         return StepAside(result, results.weights, seen)
 
-    def _check_first(self, first_step: FirstStep, call: StepCall, sent: SentProgram) -> None:
-        """Check a step, if none of its kind was checked. The witness leaves the model as it was; versions of tensors rise."""
+    def _check_first(self, first_step: FirstStep, call: StepCall, sent: Sequence[SentProgram]) -> None:
+        """Check a step, if none of its kind was checked. The witness leaves the model as it was; versions of tensors rise.
+
+        Of steps without gradients, those are checked whose micro-batches go by other graphs than all of their rows may.
+        """
+        if not call.trains:
+            if not call.plan.is_of_other_rows:
+                return
+            call = replace(call, trains=True)
+            sent = self._programs_for(call.plan, call.division.row_chunks, True)[1]
         checked = first_step.checked
         try:
-            first_step.check(call, partial(self._tried, call, sent))
+            with torch.enable_grad():
+                first_step.check(call, partial(self._tried, first_step, call, sent))
         except BaseException:
             self.model.watch.note_numbers()
             raise
@@ -245,14 +378,14 @@ class StepRunner:
 
     def _tried(
         self,
+        first_step: FirstStep,
         call: StepCall,
-        sent: SentProgram,
+        sent: Sequence[SentProgram],
         division: Division,
         written: frozenset[str],
         follow: Collection[TensorLocation],
     ) -> Tried:
         """The step as a trial, on rows that are in this process. What is put together by a spec of the user's is left out."""
-        assert self.first_step is not None
         more = bool(self.results(call, None).merges) and self.settings.output_spec is None
         call = replace(call, division=division, scale=None, outputs=more)
         results = self.results(call, None)
@@ -264,8 +397,8 @@ class StepRunner:
                 call, sent, results, alike=True, probe_outputs=_can_probe(call, results)
             ).items()
         }
-        answers, digests, places, disagreeing = self.first_step.trials.of_step(steps, written, follow)
-        running = RunningStep(self.session, results)
+        answers, digests, places, disagreeing = first_step.trials.of_step(steps, written, follow)
+        running = RunningStep(self.session, results, renames=call.plan.renames())
         running.accept(answers)
         return Tried({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
 
@@ -280,18 +413,32 @@ class StepRunner:
         """What a step is asked to do. Raises if an argument cannot be cut, or cannot be sent."""
         trains = self.trains
         refuse_inputs([*args, *kwargs.values()], trains)
-        division = self.divided(chunks, args, kwargs)
+        plan = self.planned(chunks, args, kwargs)
         hooks = self.hooks.now() if trains else self.commands.hooks
         scale = self.model._grad_scaler.scale_of_steps if self.model._grad_scaler is not None and trains else None
-        return StepCall(division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
+        return StepCall(plan, plan.division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
 
-    def _prepared(self, call: StepCall, sent: SentProgram, results: Results, **how: Any) -> dict[int, Step]:
+    def planned(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepPlan:
+        """By which graphs a call goes."""
+        if self._sliced is None:
+            return self.graphs.plan(chunks, args, kwargs)
+        division = self.divided(chunks, args, kwargs)
+        return StepPlan((GraphPart(self.graphs.all[0], 0, division.chunks),), {0: division})
+
+    def _prepared(self, call: StepCall, sent: Sequence[SentProgram], results: Results, **how: Any) -> dict[int, Step]:
         """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
-        message = replace(call.message(sent, results.weights, call.trains and self._adds_up(call.hooks)), **how)
+        self._check_parts(call.plan)
+        message = replace(call.message(sent[0], results.weights, call.trains and self._adds_up(call.hooks)), **how)
         told = self.commands.flags_to_send(self._flags, call.hooks)
-        steps = prepare(call, message, sent, results, self.placed, self.ranks, self.datasets, told)
+        steps = prepare(call, message, sent, results, self.ranks, self.datasets, told)
         self.datasets.send(call.columns, {rank: step.inputs for rank, step in steps.items()})
         return steps
+
+    def _check_parts(self, plan: StepPlan) -> None:
+        """Raise if a step cannot go by several graphs."""
+        what = "replicas=" if self.placed.replicas[1:] else "single_loss=" if self.settings.single_loss else ""
+        if len(plan.parts) > 1 and what:
+            raise MicrobatchError(_ONE_GRAPH.format(what=what, why=plan.parts[-1].graph.why))
 
     def _post(self, steps: Mapping[int, Step], call: StepCall, running: RunningStep) -> PendingCommand:
         accept = running.accept if call.scale is None else self.commands.nonfinite.step(running.accept)
@@ -315,28 +462,55 @@ class StepRunner:
         states = [each.counted() for each in self.model._optimizers]
         return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states, self.placed.compile)
 
-    def trial_fits(self, rows: Division) -> bool:
+    def trial_bytes(self, graph: StepGraph) -> TrialBytes:
+        """What counts the bytes of trials."""
+        return TrialBytes(graph.pipe, self.placement, self.device)
+
+    def trial_fits(self, graph: StepGraph, rows: Division) -> bool:
         """Whether a trial with these rows keeps the limit of bytes."""
         if self._auto is None or not self._auto.counts_bytes:
             return True
-        return self.trial_bytes.fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
+        return self.trial_bytes(graph).fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
 
-    def witness_bytes(self, division: Division) -> int:
+    def witness_bytes(self, graph: StepGraph, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""
-        witness = None if self.first_step is None else self.first_step.witness
-        return 0 if witness is None else self.trial_bytes.of_witness(division, room(witness.device))
+        first_step = self.first_steps.get(graph.number)
+        witness = None if first_step is None else first_step.witness
+        return 0 if witness is None else self.trial_bytes(graph).of_witness(division, room(witness.device))
 
     def results(self, call: StepCall, output_spec: Any) -> Results:
         """What puts together the result of a call."""
+        graph = call.plan.graph
         how = self.settings.loss_reduction if self.first_step is None else self.first_step.how
         given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
-        return Results(self.compiled, self.placed.value_names, call.division, *given)
+        return Results(graph.compiled, graph.placed.value_names, call.division, *given)
 
-    def _accepted(self, unprobed: tuple[int, bool, bool], answers: Mapping[int, StepResult]) -> None:
+    def _accepted(
+        self, unprobed: tuple[int, int, bool, bool], first_step: FirstStep | None, answers: Mapping[int, StepResult]
+    ) -> None:
         """A step was run, and its answers were not refused yet."""
-        if self.first_step is not None:
-            self.first_step.check_choices_of(answers)
+        if first_step is not None:
+            first_step.check_choices_of(answers)
         self._probed.add(unprobed)
+
+
+_ONE_GRAPH = (
+    "forward goes on in another way for some micro-batches than for others, and a driver with {what} runs them all alike: "
+    "{why}\nGive a mini-batch that is cut into equal micro-batches (drop_last=True of a DataLoader), other chunks, or leave "
+    "{what} out"
+)
+_OTHER_ROWS = (
+    "forward depends on the number of rows: {why}\nWhether micro-batches give what the whole mini-batch gives cannot be "
+    "compared {what}.\nWhat to do: run one micro-batch, chunks=1"
+)
+
+
+def _failed_microbatch(error: PippyError) -> int | None:
+    """The micro-batch for which a stage has found that forward would go on in another way; None for another error."""
+    if isinstance(error, StepError):
+        failure = error.failure
+        return failure.microbatch if failure is not None and failure.guard else None
+    return 0 if isinstance(error, UncountedError) and fails_guard(error) else None  # the first is the largest
 
 
 def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:

@@ -35,7 +35,7 @@ class PlacedPipe:
     """A Pipe whose stages are placed on workers. ``ranks`` has the worker of the cluster for each stage.
 
     ``compile`` says how the stages are to be compiled, if they are. ``further`` has the ranks of each further replica of the
-    pipeline.
+    pipeline. ``graph`` is the number of the graph of the model: 0 for the Pipe's own.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class PlacedPipe:
         ranks: Sequence[int],
         compile: CompileOptions | None = None,
         further: Iterable[Sequence[int]] = (),
+        graph: int = 0,
     ) -> None:
-        self.compiled, self.compile = compiled, compile
+        self.compiled, self.compile, self.graph = compiled, compile, graph
         self.settings: dict[str, StageSettings] = {}  # of each stage, that the script has changed
         self.place([ranks, *further])
         self.loss_stage = loss_stage(compiled)
@@ -280,6 +281,7 @@ class PlacedPipe:
                 share=shares[worker // placement.workers],
                 out_of_order=None if out_of_order is False else _limits(placement, worker, out_of_order),
                 slices=lowered.program.slices if self.keeps_keys else 0,
+                graph=self.graph,
             )
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }

@@ -57,7 +57,8 @@ class CommandElsewhere(Command):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason."""
+    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason. ``guard`` is the
+    text of a `GuardError`: forward would go on in another way than when it was traced."""
 
     message: str
     traceback: str
@@ -66,6 +67,7 @@ class Failure:
     stage: int | None = None
     microbatch: int | None = None
     peer: int | None = None
+    guard: str = ""
 
 
 @dataclass(frozen=True)

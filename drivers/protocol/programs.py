@@ -103,6 +103,19 @@ class OutOfOrderLimits:
 
 
 @dataclass(frozen=True)
+class AddGraph:
+    """The stages of another graph of the model, under a number from 1 on: their code, by their names in the graph.
+
+    ``modules`` has a `TensorLocation` for each tensor and each module that the worker has in its stages. ``constant`` is as in
+    `Load`.
+    """
+
+    graph: int
+    modules: Pickled
+    constant: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
 class AddProgram(NeedsPeers):
     """A worker's part of a program, under a number: sent once, run in many steps.
 
@@ -111,7 +124,8 @@ class AddProgram(NeedsPeers):
     ``ranks`` has the cluster's worker for each worker of the program; ``worker`` is this one's number in it. ``returns`` lists
     the values that go back to the controller. Without ``out_of_order``, the worker keeps the order of its instructions.
     ``share`` are the micro-batches that it computes. ``slices`` is how many slices a row of them has, if the stages keep keys
-    and values from one slice of a sequence to the next; 0 if they keep none.
+    and values from one slice of a sequence to the next; 0 if they keep none. ``graph`` is the graph of the model whose stages
+    it calls: 0 for those of `Load`, or the number of an `AddGraph`.
     """
 
     program: int
@@ -126,6 +140,7 @@ class AddProgram(NeedsPeers):
     share: range
     out_of_order: OutOfOrderLimits | None = None
     slices: int = 0
+    graph: int = 0
 
     def peers(self, worker: int) -> set[int]:
         """The workers that it sends to, or receives from."""

@@ -30,6 +30,19 @@ class StageFlags:
 
 
 @dataclass(frozen=True)
+class GraphStep:
+    """The next micro-batches of a step, which go by another graph of the model: by its ``program``, and with what `Step` has.
+
+    ``returns`` are the values to return, as in `StepReturning`; None for those of the program.
+    """
+
+    program: int
+    inputs: Division
+    weights: tuple[float, ...]
+    returns: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """Run a program once.
 
@@ -42,6 +55,10 @@ class Step:
     worker computes ``weights``. With ``alike``, random operations and batch norms give the same for every row. With ``see``,
     the worker notes what each call takes and gives. With ``watch``, it notes what the model asks of numbers on the way to a
     mean.
+
+    ``then`` are the micro-batches behind those of ``inputs`` that go by other programs. ``graph_flags`` are the flags of the
+    stages of other graphs, by their numbers. A step that is ``unsure`` may fail a guard: then all that forward has changed is
+    put back.
     """
 
     program: int
@@ -60,6 +77,27 @@ class Step:
     alike: bool = False
     see: bool = False
     watch: bool = False
+    then: tuple[GraphStep, ...] = ()
+    graph_flags: Mapping[int, Mapping[str, StageFlags]] = field(default_factory=dict)
+    unsure: bool = False
+
+    @property
+    def parts(self) -> "list[Step | GraphStep]":
+        """The micro-batches that go by one program, and then those that go by others."""
+        return [self, *self.then]
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a worker runs."""
+        return sum(len(each.inputs.held) for each in self.parts)
+
+    def rows_shown(self, microbatch: int) -> str:
+        """The rows of a micro-batch as the user knows them, for errors."""
+        for part in self.parts:
+            if microbatch < part.inputs.chunks:
+                return part.inputs.rows_shown(microbatch) if part is self else ""
+            microbatch -= part.inputs.chunks
+        return ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +177,7 @@ class StepResult:
     whose gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in
     them, that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
     ``seen`` has what each call took and gave, if that is noted, and ``asked`` what the model asked of numbers. ``prepared``
-    says that graphs of stages were recorded or compiled in the step.
+    says that graphs of stages were recorded or compiled in the step. ``then`` are the results of its other parts.
     """
 
     values: Mapping[str, Any]
@@ -151,6 +189,7 @@ class StepResult:
     seen: tuple[SeenCall, ...] = ()
     asked: TrialNotes = field(default_factory=TrialNotes)
     prepared: bool = False
+    then: tuple["StepResult", ...] = ()
 
 
 # A trial: a step that leaves nothing on the worker. Its numbers are compared with those of another way to compute them.

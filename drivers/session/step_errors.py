@@ -30,9 +30,7 @@ def step_error(name: str, worker: int, number: int, body: Any, failure: Failure)
 
 def _of_stage(failure: Failure, body: Any) -> str:
     step = body.step if isinstance(body, RunTrial) else body
-    rows = (
-        step.inputs.rows_shown(failure.microbatch) if isinstance(step, Step) and failure.microbatch is not None else ""
-    )
+    rows = step.rows_shown(failure.microbatch) if isinstance(step, Step) and failure.microbatch is not None else ""
     return f" (stage {failure.stage}, micro-batch {failure.microbatch}{f', {rows}' if rows else ''})"
 
 

@@ -86,7 +86,7 @@ class BoundProgram:
                 halves,
                 RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
                 self._outside(stages[name], name) if name in repeated else (),
-                graphs.of(name, modules[name], call.template) if graphs else None,
+                graphs.of(name, modules[name], call.template, program.graph) if graphs else None,
             )
             for name, call in program.calls.items()
         }

@@ -18,6 +18,7 @@ from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import (
     AddDataset,
     AddGeneration,
+    AddGraph,
     AddProgram,
     AskCompiled,
     DatasetSeen,
@@ -50,6 +51,7 @@ from pippy.drivers.protocol.state import (
 )
 from pippy.drivers.protocol.steps import (
     AskTime,
+    GraphStep,
     RunTrial,
     StageFlags,
     StartProfile,
@@ -68,7 +70,7 @@ from pippy.drivers.worker.data.shared_generators import shared_generators
 from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.generating import GenerateCall, Generation
-from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.drivers.worker.gradients.gradients import Gradients, norm
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
 from pippy.drivers.worker.gradients.parameter_shares import ParameterShares
@@ -80,6 +82,7 @@ from pippy.drivers.worker.measure.output_probe import OutputProbe
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
 from pippy.drivers.worker.measure.seen_calls import SeenCalls
 from pippy.drivers.worker.measure.watch import Watch
+from pippy.drivers.worker.model_graphs import ModelGraphs
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.initialization import initialize
@@ -123,6 +126,7 @@ class DriverState:
             module.to(device)
             if device.type == "cuda":
                 draw_from_torch(module)
+        self.model_graphs = ModelGraphs(self.modules, load.constant, device)
         self.graphs = None if load.compile is None else _graphs(unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
@@ -146,9 +150,11 @@ class DriverState:
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
         self.profiler = WorkerProfiler(device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
+        self.unsure: dict[int, Callable[[], None]] = {}  # what puts back what steps have changed that may fail a guard
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
+            AddGraph: self._add_graph,
             AddDataset: self._add_dataset,
             Step: self._step,
             StepReturning: self._step,
@@ -181,6 +187,7 @@ class DriverState:
     def obey(self, command: Command) -> Any:
         """Carry out a command, and return its result."""
         self.gradients.settle(command.settled)
+        self.unsure = {number: each for number, each in self.unsure.items() if number > command.settled}
         if self.statistics is not None:
             self.statistics.settle(command.settled)
         if command.zero_grad is True:
@@ -192,6 +199,9 @@ class DriverState:
     def drop(self, first: int, last: int) -> None:
         """Drop what the commands from ``first`` to ``last`` did to gradients and deferred batch norms: they were given up."""
         self.gradients.drop(first, last)
+        for number in sorted(self.unsure, reverse=True):
+            if first <= number <= last:
+                self.unsure.pop(number)()
         if self.statistics is not None:
             self.statistics.drop(first, last)
 
@@ -217,11 +227,15 @@ class DriverState:
                     yield TensorLocation(call, name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        bound = BoundProgram(program, self.modules, self.constant, self.device, self.step_buffers, self.graphs)
+        modules, constant = self.model_graphs.modules[program.graph], self.model_graphs.constant[program.graph]
+        bound = BoundProgram(program, modules, constant, self.device, self.step_buffers, self.graphs)
         given, limits = (bound, self.transport, self.device, self.copies), program.out_of_order
         self.programs[program.program] = made = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
         if bound.sums and (self.sums is None or len(program.ranks) >= len(self.sums.program.ranks)):
             self.sums = made  # a trial has one replica of the pipeline only
+
+    def _add_graph(self, add: AddGraph, number: int) -> None:
+        self.step_buffers.add(self.model_graphs.add(add))
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)
@@ -229,12 +243,14 @@ class DriverState:
     def _step(self, step: Step, number: int) -> StepResult:
         if not step.record:
             return self._run_step(self._loaded(step), number)
-        recorder = self.programs[step.program].recorder
-        recorder.begin(step.reduce)
+        recorder, *others = [self.programs[each.program].recorder for each in step.parts]
+        for each in (recorder, *others):
+            each.begin(step.reduce)
         step = self._loaded(step)
         with recorder.counting(self._held(step)) if step.count_memory else nullcontext():
             result = self._run_step(step, number)
-            return replace(result, record=recorder.record())
+            then = [replace(part, record=each.record()) for part, each in zip(result.then, others)]
+            return replace(result, record=recorder.record(), then=tuple(then))
 
     def _loaded(self, step: Step) -> Step:
         """The step with the inputs that this worker loads, and with what is known by them."""
@@ -253,11 +269,8 @@ class DriverState:
         return list(tensors([modules, self.gradients.held(), states, inputs]))
 
     def _set_flags(self, flags: Mapping[str, StageFlags]) -> None:
+        self.model_graphs.set_flags(0, flags)
         for call, its in flags.items():
-            for module, flag in zip(self.modules[call].modules(), its.training, strict=True):
-                module.training = flag
-            for parameter, flag in zip(self.modules[call].parameters(), its.requires_grad, strict=True):
-                parameter.requires_grad_(flag)
             if its.settings is not None and not same_bytes(its.settings.values, self.settings.get(call, _NONE)):
                 self._set_attributes(call, its.settings.values)
 
@@ -276,6 +289,10 @@ class DriverState:
 
     def _run_step(self, step: Step, number: int, trial: RunTrial | None = None) -> StepResult:
         self._set_flags(step.flags or {})
+        for graph, flags in step.graph_flags.items():
+            self.model_graphs.set_flags(graph, flags)
+        if step.unsure:
+            self.unsure[number] = self.snapshots.hold_buffers(random=not self.shares_process)
         if step.hooks is not None:
             self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
         self.running = executor = self.programs[step.program]
@@ -283,7 +300,8 @@ class DriverState:
         context.tries = trial is not None and (trial.few or normalizes_by_batches(self.modules.values()))
         if trial is not None and trial.wide:
             context.inputs = wide_tensors(context.inputs)
-        context.adding = adding = self.gradients.begin_step(step.reduce and step.trains, step.scale)
+        adding = self.gradients.begin_step(step.reduce and step.trains, step.scale)
+        context.adding = None if step.then else adding  # the last part adds up
         if step.inputs.mask:
             context.own_rows = step.inputs.own_rows
         if step.scale is not None:
@@ -301,7 +319,7 @@ class DriverState:
             stack.enter_context(unchanged)
             if not self.hooks_looked_at and trial is None:
                 stack.enter_context(hooks_hold_the_same(self.modules))
-            stack.enter_context(self.step_buffers.step(len(step.inputs.held), refuses=trial is None))
+            stack.enter_context(self.step_buffers.step(step.chunks, refuses=trial is None))
             if watch is not None:
                 stack.enter_context(watch)
             if step.alike:
@@ -309,6 +327,8 @@ class DriverState:
             elif self.statistics is not None:
                 stack.enter_context(self.statistics.step(number))
             result = executor.run(context, [each for each in watchers if each is not None])
+            if step.then:
+                result = replace(result, then=tuple(self._run_others(step, number, adding)))
         self.running, self.hooks_looked_at = None, self.hooks_looked_at or trial is None
         if self.graphs is not None and self.graphs.prepared != prepared:
             result = replace(result, prepared=True)
@@ -326,17 +346,31 @@ class DriverState:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return result
 
-    def _context(self, step: Step, number: int) -> StepContext:
+    def _run_others(self, step: Step, number: int, adding: AddingUp | None) -> Iterator[StepResult]:
+        """Run the micro-batches of a step that go by other graphs, one graph after the other."""
+        earlier = len(step.inputs.held)
+        for part in step.then:
+            self.running = executor = self.programs[part.program]
+            context = self._context(step, number, part)
+            context.adding, context.earlier = adding if part is step.then[-1] else None, earlier
+            if step.scale is not None:
+                context.weights = [weight * step.scale for weight in part.weights]
+            yield executor.run(context, [executor.recorder] if step.record else ())
+            earlier += len(part.inputs.held)
+
+    def _context(self, step: Step, number: int, part: GraphStep | None = None) -> StepContext:
+        """The context of a step, or of another ``part`` of it."""
+        own: Step | GraphStep = step if part is None else part
         return StepContext(
             number,
-            {name: step.inputs.microbatches(name) for name in step.inputs.arguments},
-            step.weights,
+            {name: own.inputs.microbatches(name) for name in own.inputs.arguments},
+            own.weights,
             step.trains,
             self.transport,
             self.place,
             self.statistics,
             self.given_up,
-            returns=step.returns if isinstance(step, StepReturning) else None,
+            returns=own.returns if isinstance(own, StepReturning | GraphStep) else None,
             random=step.random,
         )
 

@@ -32,7 +32,8 @@ class Watcher(Protocol):
 
 
 class Executor:
-    """One program on one worker. ``at`` is the number of the instruction that runs now, and ``run_of`` names the run."""
+    """One program on one worker. ``at`` is the number of the instruction that runs now, and ``run_of`` names the run. The step
+    has had so many ``earlier`` micro-batches, of other programs."""
 
     def __init__(
         self, bound: BoundProgram, transport: Transport, device: torch.device, copies: DeviceCopies | None = None
@@ -40,13 +41,13 @@ class Executor:
         self.bound, self.program, self.code, self.draws = bound, bound.program, bound.code, bound.draws
         self.order = bound.program.order
         self.transport, self.device, self.copies = transport, device, copies
-        self.at, self.run_of = 0, ""
+        self.at, self.run_of, self.earlier = 0, "", 0
 
     def run(self, step: StepContext, watchers: Iterable[Watcher] = ()) -> StepResult:
         """Run all instructions once, or until the step is given up. Each of the ``watchers`` sees them."""
-        program = self.program
+        program, self.earlier = self.program, step.earlier
         step.casts = torch._C._is_any_autocast_enabled()
-        step.draw_keys = self._draw_keys(step.random, len(step.weights))
+        step.draw_keys = self._draw_keys(step.random, step.earlier, len(step.weights))
         step.single = SingleLoss(self.bound.calls[LOSS]) if self.bound.gathers else None
         step.slices = SliceCaches(program.slices) if program.slices else None
         step.returns = dict.fromkeys(program.returns) if step.returns is None else step.returns
@@ -80,11 +81,12 @@ class Executor:
         """The program's instructions; inside of their names, if they are profiled."""
         return naming(self.order, self.code) if is_profiled() else self.code
 
-    def _draw_keys(self, random: RandomStep | None, chunks: int) -> Mapping[int | None, DrawKey]:
+    def _draw_keys(self, random: RandomStep | None, earlier: int, chunks: int) -> Mapping[int | None, DrawKey]:
         """What the random numbers of each micro-batch are drawn with, and those of the mini-batch; none if nothing draws."""
         if random is None or self.draws is Draws.NOTHING:
             return {}
-        return random.keys(chunks, self.device)
+        keys = random.keys(earlier + chunks, self.device)
+        return {None: keys[None], **{at: keys[earlier + at] for at in range(chunks)}} if earlier else keys
 
     def _go_through(self, code: Sequence[BoundCall], step: StepContext) -> None:
         for self.at, (handle, operands) in enumerate(code):

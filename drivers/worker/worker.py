@@ -26,7 +26,7 @@ from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
-from pippy.ir.base.errors import PippyError
+from pippy.ir.base.errors import GuardError, PippyError
 from pippy.ir.base.shown_errors import shows_all
 
 _log = logging.getLogger(__name__)
@@ -236,10 +236,13 @@ class Worker:
                 adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
                 what += f", {adding}{running.current()}"
             return Failure(message, text, where=what, peer=peer)
+        guard = next((str(each) for each in (error, error.__cause__) if isinstance(each, GuardError)), "")
         instruction = running.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)
-        return Failure(message, text, _place(running), str(instruction), stage, microbatch, peer)
+        if microbatch is not None and isinstance(running, Executor) and not isinstance(command.body, Generate):
+            microbatch += running.earlier
+        return Failure(message, text, _place(running), str(instruction), stage, microbatch, peer, guard)
 
 
 def _trace(error: BaseException) -> str:

@@ -54,6 +54,16 @@ class InputError(PippyError, TypeError):
     """The arguments of a call do not fit the Pipe's inputs."""
 
 
+class GuardError(InputError):
+    """A call, or a micro-batch of it, for which forward would go on in another way than when it was traced.
+
+    A driver traces the model again for such a call; where that cannot be done, this error says why.
+
+    >>> issubclass(GuardError, InputError)
+    True
+    """
+
+
 class NameLookupError(PippyError, KeyError):
     """Neither the model nor the Pipe has this name."""
 

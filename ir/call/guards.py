@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.ir.base.errors import InputError
+from pippy.ir.base.errors import GuardError
 from pippy.ir.base.trees import describe
 from pippy.ir.call.kinds import ArgumentKind, Elsewhere, InPieces, differences, tensor_kinds
 
@@ -53,7 +53,7 @@ class InputChecks:
         return list(names)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Raise an `InputError` if the inputs, by their names, are others than forward was traced for."""
+        """Raise a `GuardError` if the inputs, by their names, are others than forward was traced for."""
         values = dict(inputs)
         for name, function, args, kwargs in self.steps:
             filled, named = fx.node.map_aggregate((args, kwargs), lambda each: _filled(each, values))
@@ -176,17 +176,17 @@ class Guards:
         return list(dict.fromkeys([*named, *of_conditions, *self.asked.inputs()]))
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise an `InputError` if the inputs of a micro-batch, by their names, differ in something that is fixed."""
+        """Raise a `GuardError` if the inputs of a micro-batch, by their names, differ in something that is fixed."""
         self.asked.check(values)
         for name, argument in self.kinds.items():
             for path, kind, tensor in argument.tensors(values[name], name) if _has_sizes(argument) else ():
                 for dim, size in enumerate(kind.sizes):
                     if size is not None and size != tensor.shape[dim]:
-                        raise InputError(differs(f"{path}.size({dim})", str(tensor.shape[dim]), str(size), self.remedy))
+                        raise GuardError(differs(f"{path}.size({dim})", str(tensor.shape[dim]), str(size), self.remedy))
         for condition in self.conditions:
             if not condition.holds(values):
                 arguments = ", ".join(f"{name} is {describe(values[name])}" for name in condition.names)
-                raise InputError(
+                raise GuardError(
                     f"the program was exported for {condition}, and {arguments}.\nWhat to do: {self.remedy}"
                 )
 

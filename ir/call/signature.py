@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from pippy.ir.base.brief import some
-from pippy.ir.base.errors import InputError
+from pippy.ir.base.errors import GuardError, InputError
 from pippy.ir.base.public_calls import hints, misfits
 from pippy.ir.base.trees import describe
 from pippy.ir.call.guards import Guards
@@ -85,7 +85,7 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     bound.apply_defaults()
     faults += [*_missing_values(pipe, bound.arguments), *pipe.guards.other_kinds(bound.arguments, pipe.required_inputs)]
     if faults:
-        raise InputError("\n".join(faults))
+        raise GuardError("\n".join(faults))
     values.update(
         {
             node.name: bound.arguments[str(node.target).lstrip("*")]
@@ -94,6 +94,25 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         }
     )
     return values
+
+
+def own_call(
+    pipe: ModelCall, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call by the names that the model itself has for them, with the target; None if it does not take them.
+
+    What forward takes by ``*args`` is in a tuple, and what it takes by ``**kwargs`` in a dict.
+    """
+    args, kwargs, values = list(args), dict(kwargs), {}
+    if pipe.target_name is not None:
+        if pipe.target_name not in kwargs and not args:
+            return None
+        values[pipe.target_name] = kwargs.pop(pipe.target_name) if pipe.target_name in kwargs else args.pop()
+    signature = inspect.signature(model.forward)
+    try:
+        return {**signature.bind(*args, **kwargs).arguments, **values}
+    except TypeError:
+        return None
 
 
 def _check_unpacked(pipe: ModelCall, arguments: Mapping[str, Any]) -> None:
@@ -113,7 +132,7 @@ def _in_the_example(names: Sequence[str]) -> str:
 
 
 def check_guards(pipe: ModelCall, inputs: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
+    """Raise a `GuardError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
     names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
     given = {names[name]: value for name, value in inputs.items() if name in names}
     pipe.guards.check(given)

@@ -80,8 +80,17 @@ def _next_holder(compiled: Compiled, uses: TensorUses, at: int, now: int) -> int
     )
 
 
-def held_tensors(cut: Compiled, stages: list[int], compiled: Compiled) -> dict[int, tuple[str, str]]:
-    """Where ``compiled`` has each tensor of the model that a stage of ``cut`` uses: by its id, its stage and its name there."""
+def held_tensors(
+    cut: Compiled,
+    stages: list[int],
+    compiled: Compiled,
+    error: type[PippyError] = GenerationError,
+    do: str = "generate",
+) -> dict[int, tuple[str, str]]:
+    """Where ``compiled`` has each tensor of the model that a stage of ``cut`` uses: by its id, its stage and its name there.
+
+    Raises an ``error`` that says what the model cannot ``do``, if another stage has it.
+    """
     places: dict[int, tuple[str, str]] = {}
     for index, (_, module) in enumerate(cut.stages()):
         named = {
@@ -94,8 +103,8 @@ def held_tensors(cut: Compiled, stages: list[int], compiled: Compiled) -> dict[i
             if stages[index] in there:
                 places[id(tensor)] = f"submod_{stages[index]}", there[stages[index]]
             elif there:
-                raise GenerationError(
-                    f"the model cannot generate as it is cut: stage {stages[index]} of the Pipe needs "
+                raise error(
+                    f"the model cannot {do} as it is cut: stage {stages[index]} of the Pipe needs "
                     f"{user_name!r}, which only stage {', '.join(map(str, there))} has; cut the Pipe between the "
                     "layers of the model"
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pippy.ir.base.errors import InputError
+from pippy.ir.base.errors import GuardError, InputError
 from pippy.ir.base.trees import describe, map_tensors
 
 _CUT: ContextVar[tuple[int, int | None]] = ContextVar("cut", default=(1, None))
@@ -33,7 +33,7 @@ def set_grad_mode(enabled: bool) -> bool:
 def check_tensor(value: Any) -> None:
     """Raise if a value is no tensor. While tracing, `isinstance(x, torch.Tensor)` was True for it."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
+        raise GuardError(
             "forward asked for the type of a value, which tracing took for a tensor, but it is a "
             f"{type(value).__name__}. Ask for something that is known while tracing, or keep the code whole with a "
             "tracer whose is_leaf_module returns True"
@@ -43,7 +43,7 @@ def check_tensor(value: Any) -> None:
 def check_not_none(value: Any) -> None:
     """Raise if a value is None. While tracing, `x is None` was False for it."""
     if value is None:
-        raise TypeError(
+        raise GuardError(
             "forward asked whether a value is None. The answer was No when it was traced, but now the value is "
             "None. Make another Pipe with this call for its example (example_args=); or let the code that computes the value "
             "decide what to do without it, or keep the code whole with a tracer whose is_leaf_module returns True"
@@ -53,7 +53,7 @@ def check_not_none(value: Any) -> None:
 def check_same(value: Any, other: Any, line: str = "") -> None:
     """Raise if two values are not one object. While tracing, `y is x` was True for them."""
     if value is not other:
-        raise InputError(
+        raise GuardError(
             "forward asked whether two values are one object, and went on for yes; now they are two"
             + (f":\n  {line}\n" if line else "; ")
             + "What to do: make another Pipe with this call for its example, or compare what decides, as in x.is_contiguous()"
@@ -70,19 +70,19 @@ def check_fixed(value: Any, fixed: Any, line: str = "", rows: int | None = None)
     >>> check_fixed(4, 3, "net.py:7, in forward")
     Traceback (most recent call last):
       ...
-    pippy.ir.base.errors.InputError: forward asked for a value while it was traced, and went on for 3; now it is 4:
+    pippy.ir.base.errors.GuardError: forward asked for a value while it was traced, and went on for 3; now it is 4:
       net.py:7, in forward
     What to do: make another Pipe with this call for its example
     >>> with cut_into(2, rows=7):
     ...     check_fixed(False, True, rows=7)
     Traceback (most recent call last):
       ...
-    pippy.ir.base.errors.InputError: forward depends on the number of rows. It asked for a value while it was traced, and went on for True; now it is False; What to do: run one micro-batch, chunks=1
+    pippy.ir.base.errors.GuardError: forward depends on the number of rows. It asked for a value while it was traced, and went on for True; now it is False; What to do: run one micro-batch, chunks=1
     """  # noqa: E501
     kinds = [next((kind for kind in (tuple, list) if isinstance(each, kind)), type(each)) for each in (value, fixed)]
     if kinds[0] is not kinds[1] or value != fixed:
         now = describe(value) if isinstance(value, torch.Tensor) else repr(value)
-        raise InputError(
+        raise GuardError(
             f"forward {'asked' if rows is None else 'depends on the number of rows. It asked'} for a value while it was "
             f"traced, and went on for {fixed!r}; now it is {now}"
             + (f":\n  {line}\n" if line else "; ")
@@ -97,6 +97,9 @@ def _other_example(rows: int | None) -> str:
         return "make another Pipe with this call for its example"
     example = "" if rows == of_batch else f", of a Pipe whose example has all {of_batch} rows"
     return f"run one micro-batch, chunks=1{example}"
+
+
+CHECKS = frozenset((check_tensor, check_not_none, check_same, check_fixed))  # which raise a `GuardError`
 
 
 def check_all_true(valid: torch.Tensor, line: str = "") -> None:

@@ -27,11 +27,10 @@ from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import UNKNOWN, tensors
 from pippy.ir.record.nodes import map_nodes
-from pippy.ir.run.functions import check_not_none
+from pippy.ir.run.functions import CHECKS, check_not_none
 from pippy.ir.trace.arguments import Call, fails_for_none, without_inputs
 from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
-    CHECKS,
     POSSIBLE,
     Supposition,
     is_of_pippy,

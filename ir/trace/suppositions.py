@@ -26,11 +26,10 @@ from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.operations import is_in_place, name_of
 from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
-from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
+from pippy.ir.run.functions import CHECKS, check_same
 from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.values import Values, fix_value
 
-CHECKS = (check_fixed, check_same, check_not_none, check_tensor)
 SINGLE = (bool, str, torch.dtype, torch.layout, torch.memory_format, type, Enum, FunctionType, EllipsisType)
 """The classes of values that exist once, as far as `is` tells."""
 _FLAGS = """requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_mps is_xpu

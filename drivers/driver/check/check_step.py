@@ -40,6 +40,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import is_getitem
 from pippy.ir.run.random_state import untouched_random_state
 
@@ -313,8 +314,9 @@ def result_numbers(result: Any) -> dict[ComparedKey, Any]:
     return numbers if result is None else {**numbers, ("loss", ""): result}
 
 
-def witness_of(driver: ModelOnWorkers, is_fresh: Callable[[], bool]) -> Witness | None:
-    """The user's model of a driver; None if no process holds it. ``is_fresh`` says if its numbers are those of the workers."""
+def witness_of(driver: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[], bool]) -> Witness | None:
+    """The user's model of a driver, for a graph of it; None if no process holds it. ``is_fresh`` says if its numbers are those
+    of the workers."""
     model = model_of(driver.pipe)
     if model is None or any(each.is_meta for _, each in named_state(model)):
         return None
@@ -325,7 +327,7 @@ def witness_of(driver: ModelOnWorkers, is_fresh: Callable[[], bool]) -> Witness 
         names = first_names(driver.pipe).values()
         return driver.parameters.fetch(name for name in names if driver.placed.locations(name))
 
-    return Witness(model, loss_of(driver.pipe), driver.compiled_pipe, numbers)
+    return Witness(model, loss_of(driver.pipe), compiled, numbers)
 
 
 def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:

@@ -69,6 +69,11 @@ def disagreement_of_workers(placed: PlacedPipe, differences: Sequence[Difference
     )
 
 
+def disagreement_of_graphs(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
+    """The error for a step whose micro-batches go by several graphs."""
+    return f"the step was run by the plain model and, as a trial, by the workers:\n{_lines_of(placed, differences)}"
+
+
 def _rows_of(rows: TriedRows, is_cut: bool) -> str:
     """Which rows were run, and how."""
     count, sizes = len(rows.order), list(map(str, rows.sizes))

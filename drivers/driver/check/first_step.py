@@ -15,16 +15,16 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.columns import Column, DivisionOfColumns
-from pippy.drivers.batch.divide_call import guarded_inputs
+from pippy.drivers.batch.divide_call import failed_guard, guarded_inputs
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.drivers.batch.loss_weights import reduction_of
 from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNotes
@@ -38,7 +38,12 @@ from pippy.drivers.driver.check.comparisons import (
     WholeStep,
 )
 from pippy.drivers.driver.check.differences import Difference
-from pippy.drivers.driver.check.disagreement import disagreement, disagreement_of_workers, stages_with
+from pippy.drivers.driver.check.disagreement import (
+    disagreement,
+    disagreement_of_graphs,
+    disagreement_of_workers,
+    stages_with,
+)
 from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
 from pippy.drivers.driver.check.report import Checked
@@ -55,13 +60,21 @@ from pippy.ir.call.signature import check_guards
 
 _LOOKED_AT = 5  # leaves of an argument, to know its kind
 _SHOWN = 6  # micro-batches in an error
+_OVER_MEMORY = "the plain model would take more than half of the memory that is free in this process"
 _log = logging.getLogger(__name__)
 
 
-class FirstStep:
-    """Checks the first steps of one driver. ``reduction`` is the driver's ``loss_reduction``.
+@dataclass
+class FoundReduction:
+    """What a loss of torch counts, as it says itself: by this the losses of micro-batches are weighted."""
 
-    ``fits`` says whether workers may hold so many rows at a time.
+    how: Callable[..., Any] | None = None
+
+
+class FirstStep:
+    """Checks the first steps of one driver by one graph of its model. ``reduction`` is the driver's ``loss_reduction``.
+
+    ``fits`` says whether workers may hold so many rows at a time. What is ``found`` of the loss, all graphs share.
     """
 
     def __init__(
@@ -73,13 +86,14 @@ class FirstStep:
         may_be_single: bool,
         budget: Budget,
         fits: Callable[[Division], bool] = lambda division: True,
+        found: FoundReduction | None = None,
     ) -> None:
         self.trials, self.witness, self.budget = trials, witness, budget
         self.reduction, self.single_loss, self.fits = reduction, single_loss, fits
         self.compiled = trials.placed.compiled
         self.comparisons = Comparisons(trials, witness)
         self.remedies = Remedies(self.comparisons, may_be_single)
-        self.told_reduction: Callable[..., Any] | None = None  # what a loss of torch counts, as it says itself
+        self.found = FoundReduction() if found is None else found
         self.checked: Checked | None = None
         self.watches = False  # whether steps note by what masks the loss chooses: it is said to be a mean over rows
         self._kinds: list[Any] = []  # of steps that were checked
@@ -88,7 +102,7 @@ class FirstStep:
     @property
     def how(self) -> str | Callable[..., Any] | None:
         """The reduction of the losses of micro-batches: the one that was given, or that a check has found."""
-        return self.told_reduction if self.told_reduction is not None else self.reduction
+        return self.found.how if self.found.how is not None else self.reduction
 
     @property
     def _loss_reduction(self) -> LossReduction:
@@ -97,8 +111,8 @@ class FirstStep:
     def check(self, call: StepCall, run: RunWhole) -> None:
         """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
         cannot be compared. ``run`` runs the step as a trial."""
-        division = call.division
-        kind = self._kind(division)
+        division, parts = call.division, call.plan.parts
+        kind = tuple(each.graph.number for each in parts), self._kind(division)
         held = self._holds_awaited(division)
         if (kind in self._kinds and not held) or (self.witness is None and not division.is_cut):
             return
@@ -107,7 +121,7 @@ class FirstStep:
             with ExitStack() as stack:
                 if self.witness is not None:
                     stack.enter_context(self.witness.with_numbers_of_workers())
-                checked = self._check(call, run, held)
+                checked = self._check_parts(call, run) if len(parts) > 1 else self._check(call, run, held)
         finally:
             self.comparisons.forget()
         self.checked = replace(checked, seconds=time.perf_counter() - started)
@@ -151,6 +165,7 @@ class FirstStep:
         except (Unlike, NoRows) as error:
             reasons.append(str(error))
         whole = None
+        needs_all = self._needs_all(call)
         here = self.witness is not None and not isinstance(loaded, DivisionOfColumns)
         if here and not sets and division.is_cut and division.sizes is not None:
             try:
@@ -160,14 +175,39 @@ class FirstStep:
         if here:
             sets = self._grown(loaded, sets, with_padding)
             try:
-                whole = self._compared_whole(loaded, run, with_padding, bool(sets))
+                with _rows_decide(call):
+                    whole = self._compared_whole(loaded, run, with_padding, bool(sets) and not needs_all)
             except Unlike as error:
                 reasons.append(str(error))
-        if not sets and whole is None:
+        if whole is None and (needs_all or not sets):
             raise MicrobatchError(
                 _NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into the limit of bytes")
             )
         return self._said(loaded, sets, whole)
+
+    def _needs_all(self, call: StepCall) -> bool:
+        """Whether forward may do something else for all rows than for a part of them, however few."""
+        if call.plan.is_of_other_rows:
+            return True
+        division = call.division
+        if not division.is_cut or division.sizes is None or isinstance(division, DivisionOfColumns):
+            return False
+        return failed_guard(self.compiled, division.uncut()) is not None
+
+    def _check_parts(self, call: StepCall, run: RunWhole) -> Checked:
+        """Compare all rows of a step whose micro-batches go by several graphs."""
+        if self.witness is None:
+            raise MicrobatchError(_NOT_COMPARED.format("no process holds the plain model"))
+        if self.budget.is_over_memory(self.comparisons.cost, call.division.rows or 0, self._device):
+            raise MicrobatchError(_NOT_COMPARED.format(_OVER_MEMORY))
+        try:
+            whole = self._whole(call.division, run)
+        except Unlike as error:
+            raise MicrobatchError(_NOT_COMPARED.format(error)) from error
+        if whole.differences:
+            with _rows_decide(call):
+                raise MicrobatchError(disagreement_of_graphs(self.trials.placed, whole.differences))
+        return self._said(call.division, (), whole)
 
     def _loaded(self, division: Division, columns: Sequence[Column], run: RunWhole) -> Division:
         """The mini-batch with the values that workers load, which both sides are given: datasets may draw random numbers."""
@@ -208,18 +248,22 @@ class FirstStep:
         if has_sets and cost is not None and self.budget.rows(cost, self._device) < (division.rows or 0):
             return None
         if not has_sets and self.budget.is_over_memory(cost, division.rows or 0, self._device):
-            raise Unlike("the plain model would take more than half of the memory that is free in this process")
-        whole = WholeStep.of(self.comparisons, division, run)
+            raise Unlike(_OVER_MEMORY)
+        whole = self._whole(division, run)
         if not whole.differences:
             return whole
-        if self.trials.buffers and self.comparisons.follows_more(whole.differences, whole.trial.places):
-            whole = WholeStep.of(self.comparisons, division, run)
-            if not whole.differences:
-                return whole
         sets = self._compared_sets(WholeRows(division), with_padding)  # raises, and says what to do
         if self.comparisons.draws(sets[0]):
             return None
         raise MicrobatchError(disagreement_of_workers(self.trials.placed, whole.differences))
+
+    def _whole(self, division: Division, run: RunWhole) -> WholeStep:
+        """All rows, compared again if a buffer may change once in a step."""
+        whole = WholeStep.of(self.comparisons, division, run)
+        follows = whole.differences and self.trials.buffers
+        if follows and self.comparisons.follows_more(whole.differences, whole.trial.places):
+            return WholeStep.of(self.comparisons, division, run)
+        return whole
 
     @property
     def _device(self) -> torch.device:
@@ -287,7 +331,7 @@ class FirstStep:
     def _adopt(self, reduction: LossReduction) -> None:
         """Use the reduction that a loss of torch tells."""
         assert callable(reduction.how)
-        self.told_reduction = reduction.how
+        self.found.how = reduction.how
         self.trials.datasets.weigh_by(reduction.how)
 
     def _rows(self, division: Division) -> TriedRows:
@@ -475,6 +519,21 @@ def _unknown_choice(chosen: ComputedChoice, may_be_single: bool) -> str:
         + "; or compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True)" * may_be_single
         + "; or run one micro-batch, chunks=1"
     )
+
+
+@contextmanager
+def _rows_decide(call: StepCall) -> Iterator[None]:
+    """Have an error say that forward depends on the number of rows, if micro-batches go by graphs for other numbers."""
+    try:
+        yield
+    except MicrobatchError as error:
+        if not call.plan.is_of_other_rows:
+            raise
+        why = next(each.graph.why for each in reversed(call.plan.parts) if each.graph.number)
+        raise MicrobatchError(
+            f"forward depends on the number of rows ({why}), and micro-batches do not give what the whole mini-batch gives. "
+            f"What to do: run one micro-batch, chunks=1\n{error}"
+        ) from None
 
 
 def _kinds(value: Any) -> Any:

@@ -213,7 +213,7 @@ class WholeRows(TriedRows):
 
     def divided(self, chunks: int, turned: bool = False) -> Division:
         """The mini-batch as the user has cut it, or as one micro-batch."""
-        cut = self.division if chunks > 1 else _uncut(self.division)
+        cut = self.division if chunks > 1 else self.division.uncut()
         if not self.edits and not turned:
             return cut
         arguments = {}
@@ -225,13 +225,6 @@ class WholeRows(TriedRows):
     def alone(self) -> "TriedRows":
         """All rows."""
         return self
-
-
-def _uncut(division: Division) -> Division:
-    """A mini-batch as one micro-batch."""
-    sizes = None if division.sizes is None else (division.rows or 0,)
-    starts = () if sizes is None else (0,)
-    return replace(division, chunks=1, sizes=sizes, starts=starts, slices=1, mask=False, share=None)
 
 
 def _of_piece(leaf: DividedValue, piece: int, division: Division) -> Any:

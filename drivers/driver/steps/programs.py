@@ -25,6 +25,7 @@ from pippy.ir.pipe import Pipe
 HostsOf = Callable[[Sequence[int]], tuple[int, ...] | None]  # of workers of the cluster; None if all are on one
 
 _FORWARD = "forward only"
+_OF_A_GRAPH = 1 << 20  # numbers of programs
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +139,11 @@ class DriverPrograms:
         self.hosts_of, self.workers, self.single_loss, self.out_of_order = hosts_of, workers, single_loss, out_of_order
         self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
 
+    def of_graph(self, pipe: Pipe, placed: PlacedPipe) -> "DriverPrograms":
+        """The programs of another graph of the model, by the same schedule."""
+        given = self.commands, self.hosts_of, self.workers, self.single_loss, self.out_of_order
+        return DriverPrograms(pipe, self.schedule, placed, *given)
+
     def send_again(self, workers: Collection[int]) -> None:
         """Send these workers their parts of all programs, as they have none. If they are on other hosts than those that were
         in their places, all workers get other programs."""
@@ -153,7 +159,7 @@ class DriverPrograms:
         """The program of the next step with ``chunks`` micro-batches, as far as it is known now."""
         auto = self.schedule.auto
         if auto is None or not trains:
-            return self._plain(chunks, trains)
+            return self.plain(chunks, trains)
         purpose, program = auto.peek(chunks, self._made)
         return self._send(chunks, purpose.program, program)
 
@@ -161,7 +167,7 @@ class DriverPrograms:
         """The program of the step that runs now, and what is measured in it."""
         auto = self.schedule.auto
         if auto is None or not trains:
-            return UNMEASURED, self._plain(chunks, trains)
+            return UNMEASURED, self.plain(chunks, trains)
         purpose, program = auto.next(chunks, self._made, call)
         return purpose, self._send(chunks, purpose.program, program)
 
@@ -176,10 +182,18 @@ class DriverPrograms:
         counted = self.schedule.auto is not None and self.schedule.auto.counts_bytes
         return lower(self.pipe, made).program if counted else made
 
-    def _plain(self, chunks: int, trains: bool) -> SentProgram:
+    def plain(self, chunks: int, trains: bool) -> SentProgram:
+        """The program of the schedule, or that of 1F1B where it is chosen by measuring."""
         name = "training" if trains else _FORWARD
         if (chunks, name) in self.sent:
             return self.sent[chunks, name]
+        return self._send(chunks, name, self._scheduled(chunks, trains), trains)
+
+    def made(self, chunks: int, trains: bool) -> Program:
+        """That program, lowered, and not sent."""
+        return lower(self.pipe, self._scheduled(chunks, trains)).program
+
+    def _scheduled(self, chunks: int, trains: bool) -> Program:
         program = self.schedule.make(chunks, self.workers)
         if not trains:
             forward_only = make_schedule(
@@ -191,7 +205,7 @@ class DriverPrograms:
                 slices=program.slices,
             )
             program = replace(forward_only, hosts=program.hosts)
-        return self._send(chunks, name, program, trains)
+        return program
 
     def for_trial(self, chunks: int, single_loss: bool = False, slices: int = 1) -> SentProgram:
         """The program of a trial: all forwards, then all backwards, on the workers of the first replica."""
@@ -216,7 +230,7 @@ class DriverPrograms:
     def _sent(
         self, chunks: int, name: str, program: Program, single_loss: bool, out_of_order: bool | int
     ) -> SentProgram:
-        lowered, number = lower(self.pipe, self._on_hosts(program)), len(self.sent)
+        lowered, number = lower(self.pipe, self._on_hosts(program)), self.placed.graph * _OF_A_GRAPH + len(self.sent)
         _check_limit(out_of_order, lowered.program)
         self.commands.call(self.placed.programs(number, lowered, single_loss, out_of_order))
         self.sent[chunks, name] = SentProgram(number, lowered, program, single_loss, out_of_order)

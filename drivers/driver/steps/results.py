@@ -174,7 +174,7 @@ class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
     ``accepted`` is called with the answers when none was refused, and may refuse them. ``rows`` is the number of rows; None if
-    the mini-batch has none.
+    the mini-batch has none. ``renames`` has for each part of the step the names that its values have in ``results``.
     """
 
     def __init__(
@@ -182,8 +182,9 @@ class RunningStep:
         session: Session,
         results: Results,
         accepted: Callable[[Mapping[int, StepResult]], Any] = lambda answers: None,
+        renames: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        self._session, self._accepted = session, accepted
+        self._session, self._accepted, self._renames = session, accepted, renames
         self._results: Results | None = results
         self.rows = results.division.rows
         self._posted: PendingCommand | None = None
@@ -200,8 +201,11 @@ class RunningStep:
         values: dict[str, Any] = {}
         for answer in answers.values():  # in the order of the replicas
             self._results.weights = answer.weights or self._results.weights
-            for name, value in answer.values.items():
-                values[name] = joined_micro_batches(values[name], value) if name in values else value
+            for at, part in enumerate((answer, *answer.then)):
+                named = self._renames[at] if at else {}
+                for own, value in part.values.items():
+                    name = named.get(own, own)
+                    values[name] = joined_micro_batches(values[name], value) if name in values else value
         by_chance = [each for answer in answers.values() for each in answer.by_chance]
         self._result = self._results.assemble(values, by_chance)
         self._accepted(answers)
@@ -221,7 +225,9 @@ class RunningStep:
         with self._session.lock:
             if self._posted is None:  # another thread was here
                 return
-            self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
+            self.peak_live = {
+                worker: max(part.peak_live for part in (answer, *answer.then)) for worker, answer in answers.items()
+            }
             if self._note is not None:
                 self._note(answers)
             self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches

@@ -152,21 +152,22 @@ class GraphsOfStages:
 
     def __init__(self, options: CompileOptions) -> None:
         self.options, self.compiler = options, compiler_of(options)
-        self.stages: dict[str, StageGraphs] = {}
+        self.stages: dict[tuple[str, int], StageGraphs] = {}  # by the graph of the model, too
 
-    def of(self, name: str, module: nn.Module, template: Any) -> StageGraphs:
-        """The graphs of a stage, which all programs share."""
-        made = self.stages.get(name)
-        if made is None or made.stage.template != template:
+    def of(self, name: str, module: nn.Module, template: Any, graph: int = 0) -> StageGraphs:
+        """The graphs of a stage, which all programs of a graph of the model share."""
+        made = self.stages.get((name, graph))
+        if made is None or made.stage.template != template or made.stage.module is not module:
             options = self.options
             made = StageGraphs(name, module, template, self.compiler, options.fullgraph, options.limit)
-            self.stages[name] = made
+            self.stages[name, graph] = made
         return made
 
     def forget(self, name: str) -> None:
         """Have the graphs of a stage recorded again: its modules were changed."""
-        if name in self.stages:
-            self.stages[name].forms.clear()
+        for (stage, _), made in self.stages.items():
+            if stage == name:
+                made.forms.clear()
 
     @property
     def prepared(self) -> int:
@@ -181,7 +182,7 @@ class GraphsOfStages:
     def said(self, names: Iterable[str]) -> dict[str, str]:
         """How each of these stages runs, and why if it has no graphs."""
         made = self.stages
-        return {name: made[name].said() if name in made else _NOT_RUN for name in names}
+        return {name: made[name, 0].said() if (name, 0) in made else _NOT_RUN for name in names}
 
 
 def _reason(error: Exception) -> str:

@@ -64,22 +64,32 @@ class StepBuffers:
     """The buffers that forward changes, of the stages of a worker. Which they are is found in trials: `follow`."""
 
     def __init__(self, stages: Mapping[str, nn.Module]) -> None:
-        self.stages = stages
+        self.stages = [stages]  # and those of other graphs, which have the same buffers
         self.changing: dict[str, list[_Changing]] = {}
         self.active = False
 
     def follow(self, places: Collection[tuple[str, str]]) -> None:
         """From now on, these buffers change once in a step: the names of stages, and of buffers in them."""
-        for call, stage in self.stages.items():
+        for call in self.stages[0]:
             known = {each.name for each in self.changing.get(call, ())}
             owners: dict[int, list[Owner]] = {}
             names: dict[int, str] = {}
-            for name, owner, buffer in own_buffers(stage):
-                owners.setdefault(id(buffer), []).append(owner)
-                names.setdefault(id(buffer), name)
+            for stages in self.stages:
+                for name, owner, buffer in own_buffers(stages[call]):
+                    owners.setdefault(id(buffer), []).append(owner)
+                    names.setdefault(id(buffer), name)
             for key, name in names.items():
                 if (call, name) in places and name not in known:
                     self.changing.setdefault(call, []).append(_Changing(name, owners[key]))
+
+    def add(self, stages: Mapping[str, nn.Module]) -> None:
+        """From now on, follow the buffers in these stages of another graph, too."""
+        self.stages.append(stages)
+        for call, its in self.changing.items():
+            for _, owner, buffer in own_buffers(stages[call]):
+                for each in its:
+                    if each.own is buffer:
+                        each.owners.append(owner)
 
     def disagreeing(self) -> list[tuple[str, str]]:
         """The buffers, with their stages, of which the micro-batches of the latest step have made different things."""

@@ -103,12 +103,24 @@ class Snapshots:
         if state.random is not None:
             random_state(state.random, self._gpus).restore()
 
+    def hold_buffers(self, random: bool) -> Callable[[], None]:
+        """What puts back the buffers, the attributes of modules and the random numbers that there are now."""
+        modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
+        numbers = RandomNumbers(modules, self.device).now() if random else None
+        unchanged = as_now([*self.modules.values()])
+
+        def put_back() -> None:
+            unchanged()
+            if numbers is not None:
+                numbers.restore()
+
+        return put_back
+
     def hold(self, written: Iterable[TensorLocation] | None = None, random: bool = True) -> Callable[[], None]:
         """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients.
 
         Optimizers may make a step meanwhile; not if it is said which parameters are ``written``, that is, by forward.
         """
-        modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
         if written is None:
             places = {id(each): place for place, each in self._places(nn.Module.named_parameters)}
             written, optimizers = places.values(), self.optimizers
@@ -116,8 +128,7 @@ class Snapshots:
             written, optimizers = [each for each in written if each.call in self.modules], {}
         parameters = map_tensors(torch.clone, self.snapshot(written, {}, random=False))
         states = {number: each.copied_state() for number, each in optimizers.items()}
-        numbers = RandomNumbers(modules, self.device).now() if random else None
-        unchanged, gradients = as_now([*self.modules.values()]), self.gradients.take_out()
+        unchanged, gradients = self.hold_buffers(random), self.gradients.take_out()
 
         def put_back() -> None:
             if parameters.tensors:
@@ -126,7 +137,5 @@ class Snapshots:
             for number, state in states.items():
                 self.optimizers[number].put_back(state)
             self.gradients.put_back(gradients)
-            if numbers is not None:
-                numbers.restore()
 
         return put_back

@@ -820,14 +820,16 @@ def test_it_stays_within_memory(threads):
     x = torch.randn(32, 64)
     pipe = pipeline(Wide(), nn.MSELoss())
     tried = PipelineDriver1F1B(pipe, threads).steps
-    needed = max(tried.trial_bytes.of(TriedRows(division_of(tried.model, x)).divided(1)))
+    needed = max(tried.trial_bytes(tried.graphs.all[0]).of(TriedRows(division_of(tried.model, x)).divided(1)))
     driver = PipelineDriver(pipe, threads, schedule="auto", memory=needed)
-    assert driver.steps.trial_fits(TriedRows(division_of(driver, x)).divided(1))
+    assert driver.steps.trial_fits(driver.graphs[0], TriedRows(division_of(driver, x)).divided(1))
     parameters = 1 * min(sum(each.nbytes for each in stage.parameters()) for _, stage in tried.compiled.stages())
     limited = PipelineDriver(pipe, threads, schedule="auto", memory_limit=needed - parameters)
-    assert limited.steps.trial_fits(TriedRows(division_of(limited, x)).divided(1)), "parameters are no activations"
+    assert limited.steps.trial_fits(limited.graphs[0], TriedRows(division_of(limited, x)).divided(1)), (
+        "parameters are no activations"
+    )
     less = PipelineDriver(pipe, threads, schedule="auto", memory=needed - 1)
-    assert not less.steps.trial_fits(TriedRows(division_of(less, x)).divided(1))
+    assert not less.steps.trial_fits(less.graphs[0], TriedRows(division_of(less, x)).divided(1))
 
 
 def division_of(driver, x):

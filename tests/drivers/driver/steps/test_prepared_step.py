@@ -39,7 +39,7 @@ def prepared(driver, outputs=None, trains=True, told=None, **how):
     for name, value in how.items():
         object.__setattr__(message, name, value)
     counts = list(driver.cluster.session.counts)
-    found = prepare(call, message, sent, results, driver.placed, driver.ranks, driver.steps.datasets, told)
+    found = prepare(call, message, [sent], results, driver.ranks, driver.steps.datasets, told)
     assert driver.cluster.session.counts == counts  # nothing was sent
     return found
 

@@ -1,0 +1,51 @@
+"""The stages of a model on one worker, by the graph: those that it was given first, and those of other graphs of the model.
+
+The stages of another graph have code of their own, and the tensors and modules of the first.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.protocol.programs import AddGraph
+from pippy.drivers.protocol.state import TensorLocation
+from pippy.drivers.protocol.steps import StageFlags
+from pippy.drivers.wire.pickling import unpickle
+from pippy.ir.run.keyed_draws import draw_from_torch
+
+GraphStages = Mapping[str, nn.Module]
+
+
+class ModelGraphs:
+    """The stages of each graph, by the graph's number: ``modules`` are those of graph 0. ``constant`` names their tensors that
+    other stages read."""
+
+    def __init__(self, modules: GraphStages, constant: Mapping[str, Sequence[str]], device: torch.device) -> None:
+        self.device = device
+        self.modules: dict[int, GraphStages] = {0: modules}
+        self.constant: dict[int, Mapping[str, Sequence[str]]] = {0: constant}
+
+    def add(self, add: AddGraph) -> GraphStages:
+        """Make the stages of another graph, and return them."""
+        made: dict[str, nn.Module] = unpickle(add.modules, self.part)
+        for module in made.values():
+            module.to(self.device)
+            if self.device.type == "cuda":
+                draw_from_torch(module)
+        self.modules[add.graph], self.constant[add.graph] = made, add.constant
+        return made
+
+    def part(self, place: TensorLocation) -> Any:
+        """The tensor or module at a place in the first graph's stages."""
+        return reduce(getattr, place.name.split("."), self.modules[0][place.call])
+
+    def set_flags(self, graph: int, flags: Mapping[str, StageFlags]) -> None:
+        """Set the flags of modules and parameters of some stages."""
+        for call, its in flags.items():
+            for module, flag in zip(self.modules[graph][call].modules(), its.training, strict=True):
+                module.training = flag
+            for parameter, flag in zip(self.modules[graph][call].parameters(), its.requires_grad, strict=True):
+                parameter.requires_grad_(flag)
