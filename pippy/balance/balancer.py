@@ -209,7 +209,9 @@ class Balancer:
         by_memory = self.memory_limit is not None or self.policy.measure == "memory"
         peaks = counted.peaks(cuts) if by_memory else None
         mark(traced, [figures.nodes[cut] for cut in cuts])
-        if self.policy.assumes and cuts:
+        if uneven := weighing.unevenness(cuts):
+            source.warn(uneven)
+        elif self.policy.assumes and cuts:
             source.warn(_what_parameters_cost(self.policy.stages))
         return self._report(weighing, cuts, peaks, counted.uncounted)
 

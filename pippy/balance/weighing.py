@@ -33,14 +33,16 @@ class Figures:
     """The operations in order, and their layers, parameters and bytes.
 
     ``layers`` is 1 for an operation that uses parameters, or for each if none does. ``parameters`` counts each parameter
-    where it is first used. ``held`` has the bytes of tensors that every stage with a use has, ``bytes`` those of tensors that
-    only the first such stage has; a trained parameter counts ``param_scale`` times. ``crossing`` are the bytes that cross a cut
-    before the operation, and ``inside`` is the number of modules of lists, one inside the other, that this cut would divide.
+    where it is first used, ``computed`` where an operation computes with it, as a lookup does not. ``held`` has the bytes of
+    tensors that every stage with a use has, ``bytes`` those of tensors that only the first such stage has; a trained
+    parameter counts ``param_scale`` times. ``crossing`` are the bytes that cross a cut before the operation, and ``inside``
+    is the number of modules of lists, one inside the other, that this cut would divide.
     """
 
     nodes: list[fx.Node]
     layers: list[int]
     parameters: list[int]
+    computed: list[int]
     bytes: list[int]
     held: list[dict[Hashable, int]]
     crossing: list[int]
@@ -66,6 +68,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         [int(IS_LAYER.of(node)) for node in nodes],
         [0] * count,
         [0] * count,
+        [0] * count,
         [{} for _ in nodes],
         crossing(traced, spec=spec),
         inside_lists(traced),
@@ -87,6 +90,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         if isinstance(uses.tensor, torch.nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
+                figures.computed[index] += 0 if _looks_up(nodes[index], traced) else uses.tensor.numel()
         first = uses.all[0]
         figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
@@ -95,6 +99,15 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
     return figures
 
 
+def _looks_up(node: fx.Node, traced: Traced) -> bool:
+    called = traced.attributes[str(node.target)] if node.op == "call_module" else node.target
+    return isinstance(called, _LOOKUPS) or called in (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+
+
+_LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_UNEVEN = 0.75  # of the work in one stage
+_WORTH_BALANCING = 10_000  # parameters: however a smaller model is cut, its stages take no time
+_TRANSFORMERS = (torch.nn.Transformer, torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6
@@ -331,6 +344,39 @@ class Weighing:
             peak,
             self._forward_time(start, end),
         )
+
+    def unevenness(self, cuts: Sequence[int]) -> str:
+        """What to say of cuts that leave one stage with most of the work; empty if none has, or if they were made by hand.
+
+        The work is the measured time, or else the parameters that operations compute with.
+        """
+        work, timed = self.figures.computed, self.policy.measure == "time"
+        if self.stages == 1 or self.policy.kind in ("names", "counts") or sum(work) < _WORTH_BALANCING:
+            return ""
+        what = "parameters" if sum(work) == sum(self.figures.parameters) else "parameters outside of embeddings"
+        what, work = ("measured time", self._times()) if timed else (what, work)
+        most, stages = _UNEVEN * sum(work) / (1 - self.uncertain), _summed(work, [0, *cuts, self.count])
+        if max(stages) <= most:
+            return ""
+        name, share = stage_name(stages.index(max(stages))), max(stages) / sum(work)
+        heaviest = work.index(max(work)) if max(work) > most else None
+        return f"the {self.stages} stages are uneven: {name} has {share:.0%} of the {what}. {self._how_even(heaviest)}"
+
+    def _how_even(self, heaviest: int | None) -> str:
+        """What to do where one stage has most of the work; ``heaviest`` is the operation that alone has, if there is one."""
+        example, fewer = "give example_args, the arguments of one micro-batch", "; or ask for fewer stages"
+        fewer = fewer if self.stages > 2 else ""
+        if heaviest is None and self.profile is None:
+            return f"What to do: {example}, and leave out split=, so that the measured time is balanced{fewer}"
+        if heaviest is None:
+            better = "leave out split=, so that the measured time is balanced"
+            return f"What to do: {'cut the model by marks' if self.policy.measure == 'time' else better}{fewer}"
+        node = self.figures.nodes[heaviest]
+        called = self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target
+        why = f"No cut can be inside of {self.name(heaviest)!r} ({type(called).__name__}). What to do: "
+        if self.profile is None and isinstance(called, _TRANSFORMERS):
+            return f"{why}{example}, with which it can be cut between its layers"
+        return f"{why}if it has several layers, make a module of each{fewer}"
 
     def _forward_time(self, start: int, end: int) -> int | None:
         if self.profile is None or self.policy.measure != "time":
