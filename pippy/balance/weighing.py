@@ -353,13 +353,14 @@ class Weighing:
         work, timed = self.figures.computed, self.policy.measure == "time"
         if self.stages == 1 or self.policy.kind in ("names", "counts") or sum(work) < _WORTH_BALANCING:
             return ""
-        what = "parameters" if sum(work) == sum(self.figures.parameters) else "parameters outside of embeddings"
-        what, work = ("measured time", self._times()) if timed else (what, work)
+        if timed:
+            work = self._times()
         most, stages = _UNEVEN * sum(work) / (1 - self.uncertain), _summed(work, [0, *cuts, self.count])
         if max(stages) <= most:
             return ""
         name, share = stage_name(stages.index(max(stages))), max(stages) / sum(work)
         heaviest = work.index(max(work)) if max(work) > most else None
+        what = "measured time" if timed else "parameters that compute (those of embeddings do not)"
         return f"the {self.stages} stages are uneven: {name} has {share:.0%} of the {what}. {self._how_even(heaviest)}"
 
     def _how_even(self, heaviest: int | None) -> str:
@@ -375,7 +376,7 @@ class Weighing:
         called = self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target
         why = f"No cut can be inside of {self.name(heaviest)!r} ({type(called).__name__}). What to do: "
         if self.profile is None and isinstance(called, _TRANSFORMERS):
-            return f"{why}{example}, with which it can be cut between its layers"
+            return f"{why}{example}, and leave out split=, so that it is cut between its layers by measured time"
         return f"{why}if it has several layers, make a module of each{fewer}"
 
     def _forward_time(self, start: int, end: int) -> int | None:
