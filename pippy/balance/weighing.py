@@ -375,7 +375,8 @@ class Weighing:
         node = self.figures.nodes[heaviest]
         called = self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target
         why = f"No cut can be inside of {self.name(heaviest)!r} ({type(called).__name__}). What to do: "
-        if self.profile is None and isinstance(called, _TRANSFORMERS):
+        followed = isinstance(called, _TRANSFORMERS) or self.name(heaviest) in self.traced.kept_whole
+        if self.profile is None and followed:  # with an example
             return f"{why}{example}, and leave out split=, so that it is cut between its layers by measured time"
         return f"{why}if it has several layers, make a module of each{fewer}"
 
