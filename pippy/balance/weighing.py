@@ -3,9 +3,10 @@
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
@@ -82,32 +83,34 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
                 f"{uses.name!r} has no size yet: a lazy module gets its parameters in its first forward. Call the model once, "
                 "then balance it"
             )
-        trains = isinstance(uses.tensor, torch.nn.Parameter) and uses.tensor.requires_grad
+        trains = isinstance(uses.tensor, nn.Parameter) and uses.tensor.requires_grad
         size = round(nbytes(uses.tensor) * (param_scale if trains else 1))
         copied = bool(uses.by_leaf) and len(uses.all) > 1
         for index in uses.all if copied else ():
             figures.held[index][key] = size
-        if isinstance(uses.tensor, torch.nn.Parameter):
+        if isinstance(uses.tensor, nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
-                figures.computed[index] += 0 if _looks_up(nodes[index], traced) else uses.tensor.numel()
+                figures.computed[index] += 0 if _looks_up(_called(nodes[index], traced)) else uses.tensor.numel()
         first = uses.all[0]
-        figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
+        figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
     if not any(figures.layers):
         figures.layers = [int(not is_begin(node) and not is_end(node)) for node in nodes]
     return figures
 
 
-def _looks_up(node: fx.Node, traced: Traced) -> bool:
-    called = traced.attributes[str(node.target)] if node.op == "call_module" else node.target
-    return isinstance(called, _LOOKUPS) or called in (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+def _called(node: fx.Node, traced: Traced) -> Any:
+    return traced.attributes[str(node.target)] if node.op == "call_module" else node.target
 
 
-_LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+def _looks_up(called: Any) -> bool:
+    return isinstance(called, (nn.Embedding, nn.EmbeddingBag)) or called in (F.embedding, F.embedding_bag)
+
+
 _UNEVEN = 0.75  # of the work in one stage
 _WORTH_BALANCING = 10_000  # parameters: however a smaller model is cut, its stages take no time
-_TRANSFORMERS = (torch.nn.Transformer, torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
+_TRANSFORMERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6
@@ -365,19 +368,18 @@ class Weighing:
 
     def _how_even(self, heaviest: int | None) -> str:
         """What to do where one stage has most of the work; ``heaviest`` is the operation that alone has, if there is one."""
-        example, fewer = "give example_args, the arguments of one micro-batch", "; or ask for fewer stages"
-        fewer = fewer if self.stages > 2 else ""
-        if heaviest is None and self.profile is None:
-            return f"What to do: {example}, and leave out split=, so that the measured time is balanced{fewer}"
+        fewer = "; or ask for fewer stages" * (self.stages > 2)
+        by_time = "leave out split=, so that"
+        if self.profile is None:
+            by_time = f"give example_args, the arguments of one micro-batch, and {by_time}"
         if heaviest is None:
-            better = "leave out split=, so that the measured time is balanced"
-            return f"What to do: {'cut the model by marks' if self.policy.measure == 'time' else better}{fewer}"
-        node = self.figures.nodes[heaviest]
-        called = self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target
-        why = f"No cut can be inside of {self.name(heaviest)!r} ({type(called).__name__}). What to do: "
-        followed = isinstance(called, _TRANSFORMERS) or self.name(heaviest) in self.traced.kept_whole
+            by_marks = self.policy.measure == "time"
+            return f"What to do: {'cut it by marks' if by_marks else f'{by_time} the measured time is balanced'}{fewer}"
+        called, name = _called(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
+        why = f"No cut can be inside of {name!r} ({type(called).__name__}). What to do: "
+        followed = isinstance(called, _TRANSFORMERS) or name in self.traced.kept_whole
         if self.profile is None and followed:  # with an example
-            return f"{why}{example}, and leave out split=, so that it is cut between its layers by measured time"
+            return f"{why}{by_time} it is cut between its layers by measured time"
         return f"{why}if it has several layers, make a module of each{fewer}"
 
     def _forward_time(self, start: int, end: int) -> int | None:
