@@ -62,7 +62,7 @@ def entries(keep_memory: bool) -> Entries:
     for mode in ("always", "except_last"):
         again[f"again pippy 1f1b {mode}"] = partial(pippy_peer.pippy_peer, "1f1b", checkpoint=mode)
     # their stages run as graphs, or compiled piece by piece; torch's are compiled as torch.compile does it
-    compiled = {
+    compiled: dict[str, Callable[[gpt.Size], Contestant]] = {
         f"{compile} pippy {name}": partial(pippy_peer.pippy_peer, name, compile=compile)
         for compile in ("graphs", "inductor")
         for name in ("1f1b", "zb_h1", "zb_v")

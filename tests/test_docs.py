@@ -54,11 +54,24 @@ def diff_of(text: str, sign: str) -> str:
     return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in (sign, " "))
 
 
-def test_both_sides_of_the_readme_s_diff_train_the_same():
+def linear_layers():
+    return [nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
+
+
+def transformer_layers():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    ends = (nn.Linear(4, 16, dtype=torch.float64), nn.Linear(16, 4, dtype=torch.float64))
+    return [ends[0], nn.Unflatten(1, (2, 8)), encoder, nn.Flatten(), ends[1]]
+
+
+@pytest.mark.parametrize("layers", [linear_layers, transformer_layers])
+def test_both_sides_of_the_readme_s_diff_train_the_same(layers):
+    """Of a transformer, whose layers are cut apart, every stage has one."""
     trained = []
     for sign in "-+":
         torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
+        net = nn.Sequential(*layers())
         data = torch.randn(3, 2, 16, 4, dtype=torch.float64)
         script = {"torch": torch, "nn": nn, "data": data, "Net": partial(nn.Sequential, *net)}
         try:
@@ -66,6 +79,8 @@ def test_both_sides_of_the_readme_s_diff_train_the_same():
         finally:
             close_open_cluster()
         trained.append(script["model"].state_dict())
+    largest = max(stage.parameters for stage in script["pipe"].balance.stages)
+    assert largest < 0.5 * sum(each.numel() for each in script["model"].parameters())
     for name, plain in trained[0].items():
         torch.testing.assert_close(trained[1][name], plain)
 

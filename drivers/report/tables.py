@@ -1,5 +1,6 @@
 """The tables of a report: where the time of each worker went, stages, values between workers, and memory. They are HTML."""
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
@@ -27,17 +28,21 @@ CAUSE_MEANINGS = {
 def report_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
     """A table of cells that are HTML; the first ``words`` columns are text, the others numbers.
 
+    Every cell names its column: on a narrow page a row is a block of named cells, and the head is not shown.
+
     >>> report_table(["worker", "idle"], [["worker 0", tip("9 %", "3 ms")]])
-    '<div class="wide"><table><thead><tr><th>worker</th><th class=n>idle</th></tr></thead><tbody><tr><td>worker 0</td>\
-<td class=n><span title="3 ms" tabindex="0">9 %</span></td></tr></tbody></table></div>'
+    '<div class="wide"><table><thead><tr><th>worker</th><th class=n>idle</th></tr></thead><tbody><tr><td data-of="worker">\
+worker 0</td><td class=n data-of="idle"><span title="3 ms" tabindex="0">9 %</span></td></tr></tbody></table></div>'
     """
+    kinds = ["" if at < words else " class=n" for at in range(len(head))]
+    begins = [f'<td{kind} data-of="{re.sub("<[^>]*>", "", each)}">' for kind, each in zip(kinds, head)]
 
-    def row(cells: Sequence[str], tag: str) -> str:
-        cells_html = (f"<{tag}{'' if at < words else ' class=n'}>{cell}</{tag}>" for at, cell in enumerate(cells))
-        return f"<tr>{''.join(cells_html)}</tr>"
+    def row(cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"{begin}{cell}</td>" for begin, cell in zip(begins, cells, strict=True)) + "</tr>"
 
-    body = "".join(row(cells, "td") for cells in rows)
-    return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
+    heads = "".join(f"<th{kind}>{each}</th>" for kind, each in zip(kinds, head))
+    body = "".join(map(row, rows))
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def tip(shown: str, words: str) -> str:

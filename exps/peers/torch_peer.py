@@ -138,6 +138,6 @@ def torch_peer(
 
     With ``hosts`` each rank is on one of them. With ``compile`` torch compiles each stage when it is first called.
     """
-    parts: Parts = GptParts(size, again)
-    given = CompiledParts(parts) if compile else parts, gpt.batch(size), gpt.loss_fn
+    parts: Parts = GptParts(size, again).__call__
+    given = CompiledParts(parts).__call__ if compile else parts, gpt.batch(size), gpt.loss_fn
     return TorchTeam(name, gpt.CHUNKS, *given, keep_memory=keep_memory, hosts=hosts)

@@ -19,7 +19,9 @@ class MarkError(PippyError, ValueError):
 
 
 class TracingError(PippyError):
-    """Symbolic tracing cannot follow the model's code."""
+    """Symbolic tracing cannot follow the model's code. ``marks`` names the marks that keep that code in the graph."""
+
+    marks = ""
 
 
 class SplitError(PippyError):

@@ -4,6 +4,7 @@ A mark on a module is a private attribute of plain strings. It changes no name, 
 deepcopy and pickle, and only the tracer reads it.
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.errors import MarkError
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.source_line import SourceLine
 
 _ATTRIBUTE = "_pippy_split_points"
 _OPERATOR = "pippy_marks::pipe_split"
@@ -147,18 +149,25 @@ def has_marks_inside(module: nn.Module) -> bool:
     >>> has_marks_inside(model), has_marks_inside(model[0])
     (True, False)
     """
-    inside = (each for each in module.modules() if each is not module)
-    return any(map(split_points, inside)) or any(_calls_split(type(each).forward) for each in module.modules())
+    return next(marks_inside(module), None) is not None
 
 
-def _calls_split(function: Any) -> bool:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and _names_split(code)
+def marks_inside(module: nn.Module) -> Iterator[str]:
+    """The marks that `has_marks_inside` finds, for an error: modules by their names in ``module``, and lines of code."""
+    for name, each in module.named_modules():
+        if each is not module and split_points(each):
+            yield f"  the mark on {name!r} ({type(each).__name__})"
+        code = getattr(inspect.unwrap(type(each).forward), "__code__", None)
+        yield from () if code is None else map(SourceLine.excerpt, _lines_that_split(code))
 
 
-def _names_split(code: CodeType) -> bool:
-    nested = (each for each in code.co_consts if isinstance(each, CodeType))
-    return pipe_split.__name__ in code.co_names or any(map(_names_split, nested))
+def _lines_that_split(code: CodeType) -> Iterator[SourceLine]:
+    for each in dis.get_instructions(code) if pipe_split.__name__ in code.co_names else ():
+        if each.argval == pipe_split.__name__ and each.positions is not None:
+            yield SourceLine(code.co_filename, each.positions.lineno or code.co_firstlineno, code.co_name)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _lines_that_split(each)
 
 
 def split_points(module: nn.Module) -> tuple[SplitPoint, ...]:

@@ -1,7 +1,8 @@
 """Qualified names: a stage's names for tensors and modules, and the user's names for them.
 
 A name in a Pipe is the name of the stage and the user's name: ``lin.weight`` of the model is ``submod_1.lin.weight`` there. If
-a graph module needs the first part of a name for itself (``graph``, ``code``, …), a ``_`` is added to this part.
+a graph module needs the first part of a name for itself (``graph``, ``code``, …), a ``_`` is added to this part. A stage that
+calls the model as a whole has it as ``_model``: ``submod_0._model.lin.weight``.
 """
 
 import re
@@ -17,7 +18,8 @@ from pippy.ir.base.near_names import did_you_mean
 
 LOSS = "_loss"
 _STAGE = re.compile(r"submod_(\d+)")
-_RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+_MODEL = "_model"
+_RESERVED = frozenset([*dir(fx.GraphModule(nn.Module(), fx.Graph())), _MODEL])
 
 
 def stage_name(index: int) -> str:
@@ -44,8 +46,12 @@ def local_name(user_name: str) -> str:
 
     >>> local_name("encoder.graph"), local_name("graph.weight")
     ('encoder.graph', 'graph_.weight')
+    >>> local_name("")
+    '_model'
     """
     first, dot, rest = user_name.partition(".")
+    if not first:
+        return _MODEL
     if first.rstrip("_") in _RESERVED and user_name != "training":
         first += "_"
     return first + dot + rest
@@ -56,8 +62,12 @@ def user_name(local: str) -> str:
 
     >>> user_name(local_name("graph_.weight"))
     'graph_.weight'
+    >>> user_name("_model.encoder.weight")
+    'encoder.weight'
     """
     first, dot, rest = local.partition(".")
+    if first == _MODEL:
+        return rest
     if first.endswith("_") and first.rstrip("_") in _RESERVED:
         first = first[:-1]
     return first + dot + rest

@@ -105,9 +105,12 @@ def _assign_nodes(traced: Traced) -> list[StagePlan]:
 
 
 def _say_what_was_cut(traced: Traced, stages: list[StagePlan], trailing: fx.Node | None) -> None:
-    if len(stages) == 1 and not traced.balanced:
+    name = type(traced.model).__name__
+    if len(stages) == 1 and traced.untraced and not traced.balanced:
+        source.warn(f"the Pipe has one stage, which calls {name} as a whole. {traced.untraced}")
+    elif len(stages) == 1 and not traced.balanced:
         source.warn(
-            f"{type(traced.model).__name__} has no mark that cuts it, so the Pipe has one stage; call pipe_split() in its "
+            f"{name} has no mark that cuts it, so the Pipe has one stage; call pipe_split() in its "
             "forward or annotate_split_points(model, {'layer': SplitPoint.END})"
         )
     elif trailing is not None:

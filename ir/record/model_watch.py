@@ -146,7 +146,8 @@ class ModelWatch:
         for kind, name in reads:
             names.setdefault(kind, set()).add(name)
         self._parts = [
-            _Part(path, each, places.get(path, []), names.get(type(each), set())) for path, each in modules.values()
+            _Part(path, each, [] if each is pipe else places.get(path, []), names.get(type(each), set()))
+            for path, each in modules.values()
         ]
         self._tensors, self._loss = dict(named_state(model)), loss
         if isinstance(loss, nn.Module):
@@ -360,7 +361,7 @@ def _became(read: Read) -> str:
 
 def _hooks_changed(part: _Part) -> str:
     remedy = "make the driver again" if part.is_shared else "call pipeline() again" if part.path else "take it off"
-    if not part.path and not part.of_loss:
+    if not (part.path or part.of_loss or part.places):
         why = "no stage calls the model"
     elif part.is_shared:
         why = "the workers have the module as it was when the driver was made"

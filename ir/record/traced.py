@@ -21,8 +21,9 @@ class Traced(ModelCall):
 
     ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``balanced`` is True if a pass has
     placed the marks, or has decided that there are none. ``kept_whole`` has the reason for each module that the graph calls
-    because it could not be traced. ``differing`` has the paths of modules that call something else in the other mode.
-    ``reads`` has the attributes of modules that tracing has read, there or not: the class of the module, and the name.
+    because it could not be traced; ``untraced`` is the whole error if the model itself is one of them. ``differing`` has
+    the paths of modules that call something else in the other mode. ``reads`` has the attributes of modules that tracing
+    has read, there or not: the class of the module, and the name.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class Traced(ModelCall):
     modes: ModelModes = field(default_factory=ModelModes)
     balanced: bool = False
     kept_whole: dict[str, str] = field(default_factory=dict)
+    untraced: str = ""
     differing: set[str] = field(default_factory=set)
     reads: dict[tuple[type, str], bool] = field(default_factory=dict)
     _reached: dict[Any, list[torch.Tensor]] = field(default_factory=dict)

@@ -163,14 +163,14 @@ def assign_(buffer: torch.Tensor, value: Any, name: str) -> None:
     Traceback (most recent call last):
       ...
     pippy.ir.base.errors.InputError: forward assigns the buffer 'count', and what it assigns is float32[3]; the buffer is float32[2]
-    What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark inside, and keep that whole with a tracer whose is_leaf_module says True for it
+    What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark inside, which is called as a whole
     """  # noqa: E501
     difference = difference_from(buffer, value)
     if difference is not None:
         raise InputError(
             f"forward assigns the buffer {name!r}, and what it assigns {difference}\n"
             "What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark "
-            "inside, and keep that whole with a tracer whose is_leaf_module says True for it"
+            "inside, which is called as a whole"
         )
     with torch.no_grad():
         buffer.copy_(value)

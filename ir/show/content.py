@@ -47,7 +47,8 @@ def stage_figures(module: nn.Module, index: int, structure: Structure, shapes: S
     """The figures of the stage whose box has this index."""
     box = structure.boxes[index]
     parameters, buffers = _sized(module.parameters()), _sized(module.buffers())
-    holds = (type(module).__name__,) if box.kind == "loss" else tuple(map(user_name, _held(module)))
+    held = tuple(user_name(each) or "the model" for each in _held(module))
+    holds = (type(module).__name__,) if box.kind == "loss" else held
     sizes = sum(tensor.numel() for tensor in parameters), nbytes(parameters), nbytes(buffers)
     if shapes is None:
         return StageFigures(box.name, holds, *sizes)

@@ -215,14 +215,17 @@ def _is_constant(value: Any) -> bool:
 
 
 @contextmanager
-def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | None]:
-    """A context in which ``tracer`` calls forward as ``call`` says, and makes a placeholder of each input.
+def calling_forward(
+    tracer: fx.Tracer, call: Call, record: Callable[[Any, Any], Any] | None = None
+) -> Iterator[dict[str, Any] | None]:
+    """A context in which ``tracer`` calls forward as ``call`` says, and makes a placeholder of each input. It calls ``record``
+    in place of forward, if that is given.
 
     torch.fx does so for a plain forward, if it is given the concrete arguments that this gives. It reads the code of the
     function that a decorator wraps, and cannot call it.
     """
     overrides = type(tracer).create_args_for_root is not fx.Tracer.create_args_for_root
-    if overrides or not (call.is_example or call.is_decorated):
+    if record is None and (overrides or not (call.is_example or call.is_decorated)):
         yield call.concrete or None
         return
 
@@ -234,7 +237,7 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
 
         @functools.wraps(function)
         def forward(*_: Any) -> Any:
-            return call.result(model.forward(*positional, **named))
+            return call.result(model.forward(*positional, **named) if record is None else record(positional, named))
 
         return forward, []
 

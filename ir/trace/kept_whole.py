@@ -6,21 +6,25 @@
     for hit in gate.nonzero(): ...                 experts = self.experts(x)
         ^^^ refused
 
-The innermost module around the failure is kept, and the next one around it if that one cannot be: the model itself is none,
-and neither is a part with a mark inside, nor one whose call has changed a list or a dict that it was given.
+The innermost module around the failure is kept, and the next one around it if that one cannot be: one with a mark inside, or
+whose call has changed a list or a dict that it was given. The last one is the model itself, whose path is empty: it is traced
+again as one call.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from pippy.ir.base import source
-from pippy.ir.base.errors import InputError, MarkError
-from pippy.ir.base.marks import has_marks_inside, pipe_split
+from pippy.ir.base.brief import some
+from pippy.ir.base.errors import InputError, MarkError, TracingError
+from pippy.ir.base.marks import has_marks_inside, marks_inside, pipe_split
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.trace.assigned_buffers import assigned_in, check_fitting
+from pippy.ir.trace.left_as_it_was import torch_as_it_is
 from pippy.ir.trace.refusals import forgiving
 from pippy.ir.trace.restore_attributes import Attributes
 from pippy.ir.trace.tracing_thread import replaced
@@ -35,6 +39,12 @@ class KeptWhole:
         self.reasons = dict(known)
         self._nodes: list[fx.Node] = []
         self._abandoned: list[fx.Node] = []
+        self._in_the_way = ""  # the marks in the innermost part that would have been kept whole
+
+    @property
+    def records_model(self) -> Callable[[Any, Any], Any] | None:
+        """What records the call of the model itself, if that is kept whole."""
+        return partial(self._record, "") if "" in self.reasons else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -58,6 +68,7 @@ class KeptWhole:
             return self._record(path, args, kwargs)
         before, contents, depth = len(self._nodes), _contents(args, kwargs), len(self.tracer.module_stack)
         has_assigned = self._has_assigned(module, path)  # in an earlier call, which is recorded
+        restore_torch = torch_as_it_is()
         with forgiving() as refusals:
             try:
                 result = follow()
@@ -70,10 +81,12 @@ class KeptWhole:
             except Exception as error:
                 cannot = has_assigned or self._is_cut(module, before) or _contents(args, kwargs) != contents
                 if cannot or trials_of(self.tracer).is_trying:
+                    self._note_marks(f"{path!r} ({type(module).__name__})", module, before)
                     raise
                 refusals.forgive()
                 self._take_back(before)
                 self.attributes.restore(path)
+                restore_torch()
                 while len(self.tracer.module_stack) > depth:  # torch.fx does not, after an error
                     self.tracer.module_stack.popitem()
                 self.reasons[path] = reason_of(error)
@@ -89,8 +102,24 @@ class KeptWhole:
     def _is_cut(self, module: nn.Module, before: int) -> bool:
         return has_marks_inside(module) or any(node.target is pipe_split for node in self._nodes[before:])
 
+    def with_marks(self, error: Exception, model: nn.Module) -> Exception:
+        """The error that ended the trace, with the marks that keep the part around it from being called as a whole."""
+        if type(error) is TracingError:
+            self._note_marks(type(model).__name__, model, 0)
+            error.marks = self._in_the_way
+            error.args = (f"{error}{error.marks}",)
+        return error
+
+    def _note_marks(self, part: str, module: nn.Module, before: int) -> None:
+        recorded = (source.excerpt_of(node) for node in self._nodes[before:] if node.target is pipe_split)
+        marks = [*dict.fromkeys(marks_inside(module))] or [*dict.fromkeys(recorded)]
+        if marks and not self._in_the_way:
+            are = "this mark is" if len(marks) == 1 else "these marks are"
+            why = f"{part} is not called as a whole, because {are} inside; without a mark it stays in one stage:"
+            self._in_the_way = "\n".join(["", why, *some(marks)])
+
     def _record(self, path: str, args: Any, kwargs: Any) -> Any:
-        return self.tracer.create_proxy("call_module", path, args, kwargs)
+        return self.tracer.create_proxy("call_module", path, tuple(args), kwargs, name=None if path else "model")
 
     def _take_back(self, before: int) -> None:
         nodes, self._nodes[before:] = self._nodes[before:], []
@@ -107,9 +136,9 @@ class KeptWhole:
                 node.graph.erase_node(node)
 
 
-def reason_of(error: Exception) -> str:
-    """Why a part could not be traced: the line, and the first line of the error."""
-    where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="call")
+def reason_of(error: BaseException, below: str = "call") -> str:
+    """Why a part could not be traced: the first line of the error, and the user's line that the function ``below`` called."""
+    where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below)
     text = str(error).partition("\n")[0]
     return f"{text} ({where})" if where else text
 

@@ -18,7 +18,7 @@ import operator
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -207,12 +207,20 @@ _C: Any = torch._C
 @contextmanager
 def leaving_torch_as_it_was() -> Iterator[None]:
     """A context after which torch's state in this thread is that of before."""
-    depths = [depth() for depth, _ in _STACKS]
-    settings = [row.read() for row in SETTINGS]
-    grad, autocast = torch.is_grad_enabled(), _autocast()
+    restore = torch_as_it_is()
     try:
         yield
     finally:
+        restore()
+
+
+def torch_as_it_is() -> Callable[[], None]:
+    """What gives torch its state in this thread again."""
+    depths = [depth() for depth, _ in _STACKS]
+    settings = [row.read() for row in SETTINGS]
+    grad, autocast = torch.is_grad_enabled(), _autocast()
+
+    def restore() -> None:
         for (depth, leave), before in zip(_STACKS, depths):
             for _ in range(depth() - before):
                 leave()
@@ -222,6 +230,8 @@ def leaving_torch_as_it_was() -> Iterator[None]:
         torch.set_grad_enabled(grad)
         if _autocast() != autocast:
             _set_autocast(*autocast)
+
+    return restore
 
 
 def _depth_of_saved_tensors_hooks() -> int:

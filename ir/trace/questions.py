@@ -34,8 +34,8 @@ from pippy.ir.trace.tracing_thread import patched_here
 
 _ADVICE = (
     "What to do: give example_args or example_kwargs, so that values are known; or, if it is an argument, pass it as a "
-    "constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor); or move this code into a module of its "
-    "own and keep it whole with a tracer whose is_leaf_module says True for it"
+    "constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor); or move this code into the "
+    "forward of a module of its own, without a mark inside, which is called as a whole"
 )
 _MODES = frozenset((torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled))
 

@@ -33,13 +33,14 @@ from pippy.ir.trace.arguments import (
     drop_concrete_inputs,
     nullable_inputs,
     optional_inputs,
+    without_inputs,
 )
 from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
 from pippy.ir.trace.checkpointing import finish_parts
 from pippy.ir.trace.exported import ExportedModel
 from pippy.ir.trace.exported_guards import check_example, exported_modes, guards_of
 from pippy.ir.trace.identities import Identities
-from pippy.ir.trace.kept_whole import KeptWhole
+from pippy.ir.trace.kept_whole import KeptWhole, reason_of
 from pippy.ir.trace.left_as_it_was import forgetting_one_trace, tracing
 from pippy.ir.trace.modes import (
     Recorded,
@@ -108,8 +109,25 @@ def _trace_example(
     model: nn.Module, tracer: TracerLike | None, concrete_args: Mapping[str, Any] | None, example: Example | None
 ) -> Traced:
     call = call_of(model, concrete_args, example)
+    try:
+        return _trace_call(model, tracer, call)
+    except TracingError as error:
+        if type(error) is not TracingError or has_marks_inside(model) or error.marks:
+            raise
+        untraced, reason = str(error), reason_of(error.__cause__ or error, below="trace")
+    try:
+        traced = _trace_call(model, tracer, without_inputs(call, {}), {"": reason})
+    except MarkError as error:
+        raise MarkError(f"{error}. {type(model).__name__} cannot be traced: {reason}") from None
+    traced.untraced = untraced
+    return traced
+
+
+def _trace_call(
+    model: nn.Module, tracer: TracerLike | None, call: Call, kept_whole: Mapping[str, str] | None = None
+) -> Traced:
     with tracing(model) as reads:
-        return _with_shared_memory(_trace(model, tracer, call), reads)
+        return _with_shared_memory(_trace(model, tracer, call, kept_whole), reads)
 
 
 def _with_shared_memory(traced: Traced, reads: dict[tuple[type, str], bool]) -> Traced:
@@ -135,8 +153,7 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
 def trace_in_both_modes(model: nn.Module, call: Call) -> Traced:
     """Trace one call; the graph follows the training flags of the model."""
     check_model(model)
-    with tracing(model) as reads:
-        return _with_shared_memory(_trace(model, None, call), reads)
+    return _trace_call(model, None, call)
 
 
 def _trace(
@@ -232,8 +249,9 @@ def _answer_identities(
 
     identities = Identities(recorded, call, again, model)
     identities.find()
-    identities.fix_flags()
-    identities.find_defaults()
+    if not recorded.kept_whole.records_model:  # which takes flags and defaults as they come
+        identities.fix_flags()
+        identities.find_defaults()
     return identities.recorded, identities.call, identities
 
 
@@ -286,15 +304,15 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
             call.trials.ending_at_operations(tracer),
             calls.kept_whole.recording(),
             calls.recording(),
-            calling_forward(tracer, call) as concrete,
+            calling_forward(tracer, call, calls.kept_whole.records_model) as concrete,
             supposing(tracer, call.supposition, values) as asked,
             watching_calls(tracer),
         ):
             graph = tracer.trace(model, concrete and dict(concrete))
-    except PippyError:
-        raise
+    except PippyError as error:
+        raise calls.kept_whole.with_marks(error, model) from error.__cause__
     except Exception as error:
-        raise explained(error, model, call.is_example) from error
+        raise calls.kept_whole.with_marks(explained(error, model, call.is_example), model) from error
     for node in asked.inputs:
         values.fix(node, values.of(node))
     calls.check_all_met()
@@ -399,6 +417,8 @@ def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[st
 
     While forward was traced, each of its inputs was a proxy, so none was None.
     """
+    if "" in traced.kept_whole:  # forward itself asks, in each call
+        return ()
     required = [
         name for name in nullable_inputs(traced.model, traced.graph) if _differs_without(traced, tracer, [name])
     ]

@@ -43,8 +43,8 @@ _REASONS = (
 
 _EXAMPLE = "What to do: if it asks for a size, give example_args or example_kwargs, so that sizes are known; or pass"
 _ADVICE = (
-    "What to do: pass the value as a constant with concrete_args={...} if it is an argument; or move this code into a "
-    "module of its own and keep it whole with a tracer whose is_leaf_module says True for it; or mark the function with "
+    "What to do: pass the value as a constant with concrete_args={...} if it is an argument; or move this code into the "
+    "forward of a module of its own, without a mark inside, which is called as a whole; or mark the function with "
     "torch.fx.wrap."
 )
 

@@ -194,7 +194,7 @@ class Balancer:
 
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and return the report about the stages."""
-        _check_unmarked(traced)
+        _check_can_be_cut(traced, self.asked.stages)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
         spec = self.request.multi_use_param_spec
@@ -209,7 +209,9 @@ class Balancer:
         by_memory = self.memory_limit is not None or self.policy.measure == "memory"
         peaks = counted.peaks(cuts) if by_memory else None
         mark(traced, [figures.nodes[cut] for cut in cuts])
-        if self.policy.assumes and cuts:
+        if uneven := weighing.unevenness(cuts):
+            source.warn(uneven)
+        elif self.policy.assumes and cuts:
             source.warn(_what_parameters_cost(self.policy.stages))
         return self._report(weighing, cuts, peaks, counted.uncounted)
 
@@ -290,7 +292,12 @@ def _check_memory(scale: object, in_flight: object) -> None:
     check_count("in_flight", in_flight, what, BalanceError, none="for as many as under 1F1B")
 
 
-def _check_unmarked(traced: Traced) -> None:
+def _check_can_be_cut(traced: Traced, stages: int) -> None:
+    if stages > 1 and traced.untraced:
+        name = type(traced.model).__name__
+        raise BalanceError(
+            f"{name} cannot be cut into {stages} stages, for one must call it as a whole. {traced.untraced}"
+        )
     nodes = marks(traced)
     if nodes:
         shown = "\n".join(source.excerpt_of(node) for node in nodes[:5])

@@ -3,9 +3,10 @@
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
@@ -33,14 +34,16 @@ class Figures:
     """The operations in order, and their layers, parameters and bytes.
 
     ``layers`` is 1 for an operation that uses parameters, or for each if none does. ``parameters`` counts each parameter
-    where it is first used. ``held`` has the bytes of tensors that every stage with a use has, ``bytes`` those of tensors that
-    only the first such stage has; a trained parameter counts ``param_scale`` times. ``crossing`` are the bytes that cross a cut
-    before the operation, and ``inside`` is the number of modules of lists, one inside the other, that this cut would divide.
+    where it is first used, ``computed`` where an operation computes with it, as a lookup does not. ``held`` has the bytes of
+    tensors that every stage with a use has, ``bytes`` those of tensors that only the first such stage has; a trained
+    parameter counts ``param_scale`` times. ``crossing`` are the bytes that cross a cut before the operation, and ``inside``
+    is the number of modules of lists, one inside the other, that this cut would divide.
     """
 
     nodes: list[fx.Node]
     layers: list[int]
     parameters: list[int]
+    computed: list[int]
     bytes: list[int]
     held: list[dict[Hashable, int]]
     crossing: list[int]
@@ -66,6 +69,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         [int(IS_LAYER.of(node)) for node in nodes],
         [0] * count,
         [0] * count,
+        [0] * count,
         [{} for _ in nodes],
         crossing(traced, spec=spec),
         inside_lists(traced),
@@ -79,22 +83,34 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
                 f"{uses.name!r} has no size yet: a lazy module gets its parameters in its first forward. Call the model once, "
                 "then balance it"
             )
-        trains = isinstance(uses.tensor, torch.nn.Parameter) and uses.tensor.requires_grad
+        trains = isinstance(uses.tensor, nn.Parameter) and uses.tensor.requires_grad
         size = round(nbytes(uses.tensor) * (param_scale if trains else 1))
         copied = bool(uses.by_leaf) and len(uses.all) > 1
         for index in uses.all if copied else ():
             figures.held[index][key] = size
-        if isinstance(uses.tensor, torch.nn.Parameter):
+        if isinstance(uses.tensor, nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
+                figures.computed[index] += 0 if _looks_up(_called(nodes[index], traced)) else uses.tensor.numel()
         first = uses.all[0]
-        figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
+        figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
     if not any(figures.layers):
         figures.layers = [int(not is_begin(node) and not is_end(node)) for node in nodes]
     return figures
 
 
+def _called(node: fx.Node, traced: Traced) -> Any:
+    return traced.attributes[str(node.target)] if node.op == "call_module" else node.target
+
+
+def _looks_up(called: Any) -> bool:
+    return isinstance(called, (nn.Embedding, nn.EmbeddingBag)) or called in (F.embedding, F.embedding_bag)
+
+
+_UNEVEN = 0.75  # of the work in one stage
+_WORTH_BALANCING = 10_000  # parameters: however a smaller model is cut, its stages take no time
+_TRANSFORMERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6
@@ -331,6 +347,40 @@ class Weighing:
             peak,
             self._forward_time(start, end),
         )
+
+    def unevenness(self, cuts: Sequence[int]) -> str:
+        """What to say of cuts that leave one stage with most of the work; empty if none has, or if they were made by hand.
+
+        The work is the measured time, or else the parameters that operations compute with.
+        """
+        work, timed = self.figures.computed, self.policy.measure == "time"
+        if self.stages == 1 or self.policy.kind in ("names", "counts") or sum(work) < _WORTH_BALANCING:
+            return ""
+        if timed:
+            work = self._times()
+        most, stages = _UNEVEN * sum(work) / (1 - self.uncertain), _summed(work, [0, *cuts, self.count])
+        if max(stages) <= most:
+            return ""
+        name, share = stage_name(stages.index(max(stages))), max(stages) / sum(work)
+        heaviest = work.index(max(work)) if max(work) > most else None
+        what = "measured time" if timed else "parameters that compute (those of embeddings do not)"
+        return f"the {self.stages} stages are uneven: {name} has {share:.0%} of the {what}. {self._how_even(heaviest)}"
+
+    def _how_even(self, heaviest: int | None) -> str:
+        """What to do where one stage has most of the work; ``heaviest`` is the operation that alone has, if there is one."""
+        fewer = "; or ask for fewer stages" * (self.stages > 2)
+        by_time = "leave out split=, so that"
+        if self.profile is None:
+            by_time = f"give example_args, the arguments of one micro-batch, and {by_time}"
+        if heaviest is None:
+            by_marks = self.policy.measure == "time"
+            return f"What to do: {'cut it by marks' if by_marks else f'{by_time} the measured time is balanced'}{fewer}"
+        called, name = _called(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
+        why = f"No cut can be inside of {name!r} ({type(called).__name__}). What to do: "
+        followed = isinstance(called, _TRANSFORMERS) or name in self.traced.kept_whole
+        if self.profile is None and followed:  # with an example
+            return f"{why}{by_time} it is cut between its layers by measured time"
+        return f"{why}if it has several layers, make a module of each{fewer}"
 
     def _forward_time(self, start: int, end: int) -> int | None:
         if self.profile is None or self.policy.measure != "time":

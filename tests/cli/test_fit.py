@@ -92,3 +92,21 @@ def test_numbers_of_micro_batches_that_fit_tries_itself_are_no_fault_of_the_user
         "Warning: without -m, numbers of micro-batches are tried; the model cannot be run in 2, 4, 8, 16, 32, 64"
         in told
     )
+
+
+def test_why_so_many_micro_batches_and_this_schedule_is_said_in_what_a_worker_computes_and_waits(fit):
+    """One micro-batch was chosen for two workers without a word, where every book says that more hide the waiting."""
+    lines = fit("--memory 1GiB -p 2").splitlines()
+    assert lines[0].startswith("zb_h1 with 1 micro-batch: its step is guessed to take ")
+    ms = r"(\d+\.\d) ms"
+    number = rf"  why: on average a worker computes {ms} and waits {ms}; in 2 micro-batches it would compute {ms}"
+    begin, schedule = (
+        f", because each computation takes time to begin, and wait {ms}",
+        rf"; under \w+ it would compute {ms}",
+    )
+    told = re.fullmatch(f"{number}{begin}{schedule} and wait {ms}", lines[1])
+    computes, waits, more, less, same, longer = told.groups()
+    assert float(more) > float(computes) == float(same) and float(less) < float(waits) < float(longer)
+    of_step = float(re.search(ms, lines[0])[1])
+    assert float(computes) + float(waits) == pytest.approx(of_step, abs=0.11)  # they are rounded
+    assert "; in " not in fit("--memory 1GiB -p 2 -m 2").splitlines()[1] and "why: " not in fit("--memory 1GiB -p 1")

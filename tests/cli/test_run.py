@@ -130,12 +130,12 @@ def test_an_error_of_pippy_ends_with_the_scripts_frame_and_its_message(pippy, tm
     as_script(
         tmp_path,
         "from torch import nn\nfrom pippy import pipeline\n\n\nclass Net(nn.Module):\n    def forward(self, x):\n"
-        "        return x if x.sum() > 0 else -x\n\n\npipeline(Net())\n",
+        "        return x if x.sum() > 0 else -x\n\n\npipeline(Net(), num_stages=2)\n",
     )
     output = pippy("run script.py -n 1", status=1)
     assert re.findall(r'File "([^"]+)"', output) == [str(tmp_path / "script.py")]
     assert "During handling" not in output and "direct cause" not in output
-    assert "pippy.ir.base.errors.TracingError: cannot trace Net" in output
+    assert "pippy.ir.base.errors.BalanceError: Net cannot be cut into 2 stages" in output
 
 
 def test_a_script_that_is_no_python_shows_its_line(pippy, tmp_path):

@@ -150,7 +150,7 @@ def test_a_warning_is_a_line(pippy):
         ("nets:number", "what nets:number gives is a int; name an nn.Module"),
         ("nets:Needs", "nets:Needs needs width, depth; give --arg width=VALUE --arg depth=VALUE"),
         ("nets:Net --arg layer=3", "nets:Net has no argument 'layer'; did you mean 'layers'?"),
-        ("nets:Branches", "cannot trace Branches"),
+        ("nets:Branches --num-stages 2", "cannot be cut into 2 stages, for one must call it as a whole. cannot trace"),
         ("nets:Net --split block", "did you mean 'blocks'"),
         ("nets:Net --loss nets:size", "nets:size is a int; a loss is a function or module of (output, target)"),
         ("nets:Net --loss torch.nn:MSELos", "torch.nn has no 'MSELos'; did you mean 'MSELoss'"),

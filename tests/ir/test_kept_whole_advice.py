@@ -1,4 +1,4 @@
-"""Refusals that advise a module of its own, kept whole by a tracer: with that, the Pipe gives the plain model's numbers.
+"""Refusals that advise a module of its own, which is called as a whole: with that, the Pipe gives the plain model's numbers.
 
 Each row has what a model's own forward does, words of the refusal, and options of `pipeline`.
 """
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pippy import PippyError, pipeline
-from tests.ir.test_advice import Keeps, X, in_second, mse, same, with_block
+from tests.ir.test_advice import X, in_second, mse, same, with_block
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 EXAMPLE = {"example_args": (X, X)}
@@ -66,12 +66,12 @@ def default_dtype(x):
 
 
 ROWS = {
-    "bool": (asks_for_bool, "keep it whole with a tracer whose is_leaf_module says True for it", {}),
-    "bool, with an example": (asks_for_bool, "keep it whole with a tracer", EXAMPLE),
+    "bool": (asks_for_bool, "of a module of its own, without a mark inside, which is called as a whole", {}),
+    "bool, with an example": (asks_for_bool, "which is called as a whole", EXAMPLE),
     "float": (asks_for_float, "float() of a traced value", {}),
     "a loop": (loops, "a loop over a tensor", {}),
-    "numpy": (fills_numpy, "keep it whole with a tracer", {}),
-    "a type": (asks_for_type, "keep it whole with a tracer", {}),
+    "numpy": (fills_numpy, "which is called as a whole", {}),
+    "a type": (asks_for_type, "which is called as a whole", {}),
     "inference mode": (in_inference_mode, "into the forward of a module of its own", {}),
     "autocast": (under_autocast, "into the forward of a module of its own", {}),
     "a default dtype": (default_dtype, "into the forward of a module of its own", {}),
@@ -84,7 +84,7 @@ def test_a_module_of_its_own_that_is_kept_whole(function, words, options):
     with pytest.raises(PippyError) as caught:
         pipeline(in_second(lambda _, x: function(x)), mse, **options)
     assert words in str(caught.value)
-    same(with_block(function), X, tracer=Keeps, **options)
+    same(with_block(function), X, **options)
 
 
 def test_a_gradient_in_forward_is_followed():

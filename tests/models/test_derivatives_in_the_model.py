@@ -243,7 +243,7 @@ def test_a_derivative_over_a_cut_is_refused_by_the_mark(name, schedule, workers)
 
 def test_a_loop_over_gradients_wants_a_module_of_its_own():
     """Which the next test has."""
-    with pytest.raises(TracingError, match="move this code into a module of its own"):
+    with pytest.raises(TracingError, match="move this code into the forward of a module of its own"):
         pipeline(LoopInForward(), nn.MSELoss(), example_args=tasks()[0])
 
 

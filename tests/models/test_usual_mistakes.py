@@ -9,7 +9,7 @@ import torch
 
 from pippy import PipelineDriver1F1B, pipeline
 from pippy.drivers.base.errors import MicrobatchError, OptimizerError
-from pippy.ir.base.errors import InputError, TracingError
+from pippy.ir.base.errors import BalanceError, InputError, TracingError
 from tests.comparisons import twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS, WORDS, transformers
@@ -168,7 +168,7 @@ def ctc(output, labels):
 def test_a_loss_under_flags_of_cudnn_is_computed_by_a_loss_function():
     plain, sounds, labels = speech(), torch.randn(4, 400).double(), torch.randint(1, 12, (4, 5))
     cut = {"num_stages": 2, "split": "parameters"}
-    with pytest.raises(TracingError, match="into a loss function of your own, which is called as a whole"):
+    with pytest.raises(BalanceError, match="into a loss function of your own, which is called as a whole"):
         pipeline(twin(plain), **cut, example_kwargs={"input_values": sounds[:2], "labels": labels[:2]})
     pipe = pipeline(twin(plain), ctc, **cut, example_args=(sounds[:2], labels[:2]))
     with thread_cluster(2) as threads:

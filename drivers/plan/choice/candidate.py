@@ -56,9 +56,24 @@ class Candidate:
         return lowered_program(self.program)
 
     @cached_property
+    def _times(self) -> tuple[float, float]:
+        simulation = simulate_with(self._lowered, self.micro_batch.costs)
+        return float(simulation.makespan), float(sum(simulation.idle)) / self.program.workers
+
+    @property
     def seconds(self) -> float:
         """How long the step takes."""
-        return float(simulate_with(self._lowered, self.micro_batch.costs).makespan)
+        return self._times[0]
+
+    @property
+    def waits(self) -> float:
+        """How many of these seconds a worker does not compute, in the mean of all workers."""
+        return self._times[1]
+
+    @property
+    def computes(self) -> float:
+        """How many of these seconds a worker computes, in the mean of all workers."""
+        return self.seconds - self.waits
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:

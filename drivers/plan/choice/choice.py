@@ -84,6 +84,7 @@ class Choice:
     def lines(self) -> Iterator[str]:
         """The text, line by line."""
         yield self.why
+        yield from self._reason()
         yield from map(self._worker, range(self.program.workers))
         yield from self._table()
         for shape, other in self.elsewhere:
@@ -123,6 +124,24 @@ class Choice:
         if beaten:
             text += f"; {self._short(beaten[0])} would take {beaten[0].seconds / fastest.seconds - 1:.0%} longer"
         return text + (f"; {', '.join(alike)} would take about as long, and hold no less" if alike else "")
+
+    def _reason(self) -> Iterator[str]:
+        """Why its step is short: how long a worker computes and waits in it, and would with what is next to it and slower."""
+        chosen, slower = self.chosen, [each for each in self.candidates if each.seconds > self.chosen.seconds]
+        if not chosen.waits:
+            return
+        alike = [each for each in slower if each.name == chosen.name]
+        fewer = max((each for each in alike if each.chunks < chosen.chunks), key=_chunks, default=None)
+        more = min((each for each in alike if each.chunks > chosen.chunks), key=_chunks, default=None)
+        others = (each for each in slower if each.chunks == chosen.chunks and each.name != chosen.name)
+        other = next((each for each in others if each.seconds > chosen.seconds * (1 + TIE)), None)
+        said = f"  why: on average a worker computes {_milliseconds(chosen.computes)} and waits {_milliseconds(chosen.waits)}"
+        if fewer:
+            said += f"; in {_micro_batches(fewer)} it would {_computes_and_waits(fewer)}"
+        if more:
+            begin = ", because each computation takes time to begin,"
+            said += f"; in {_micro_batches(more)} it would {_computes_and_waits(more, begin)}"
+        yield said + (f"; under {other.name} it would {_computes_and_waits(other)}" if other else "")
 
     def _worker(self, worker: int) -> str:
         """What a worker does and holds."""
@@ -168,7 +187,19 @@ class Choice:
 
 
 def _named(candidate: Candidate) -> str:
-    return f"{candidate.name} with {candidate.chunks} micro-batch{'es' * (candidate.chunks != 1)}"
+    return f"{candidate.name} with {_micro_batches(candidate)}"
+
+
+def _micro_batches(candidate: Candidate) -> str:
+    return f"{candidate.chunks} micro-batch{'es' * (candidate.chunks != 1)}"
+
+
+def _chunks(candidate: Candidate) -> int:
+    return candidate.chunks
+
+
+def _computes_and_waits(candidate: Candidate, because: str = "") -> str:
+    return f"compute {_milliseconds(candidate.computes)}{because} and wait {_milliseconds(candidate.waits)}"
 
 
 def _again(modes: Modes) -> str:

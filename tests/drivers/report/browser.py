@@ -1,5 +1,6 @@
 """Opens a page in Chromium, without a network, and gives the page as its script left it."""
 
+import html
 import re
 import shutil
 import subprocess
@@ -20,4 +21,29 @@ def opened(page, script, view="", profile=None):
     command = [BROWSER, *options, "--dump-dom", f"{acting.as_uri()}{view}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout, dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
+    return done.stdout, data_of(done.stdout)
+
+
+def cut_at(page, width):
+    """What is cut in a window so wide: the texts of tables and cells that are wider than the box around them."""
+    text = html.escape(page.read_text())
+    frame = page.with_name(f"narrow-{page.name}")
+    style = f"width:{width}px;height:900px;border:0"
+    frame.write_text(f'<html><head></head><body><iframe srcdoc="{text}" style="{style}"></iframe></body></html>')
+    _, found = opened(frame, _FIND_CUT)
+    return found["cut"]
+
+
+_FIND_CUT = """
+const data = document.documentElement.dataset;
+document.querySelector("iframe").addEventListener("load", event => {
+  const page = event.target.contentDocument, all = [...page.querySelectorAll("html, .wide, td, .findings")];
+  const cut = all.filter(each => each.scrollWidth > each.clientWidth);
+  data.cut = cut.map(each => each.tagName + " " + each.textContent).join("|");
+});
+"""
+
+
+def data_of(text):
+    """What is in the data of a page's root, by name."""
+    return dict(re.findall(r'data-(\w+)="([^"]*)"', text.split("<head>")[0]))

@@ -10,7 +10,7 @@ from pippy.drivers.report.losses import step_parts
 from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent
-from tests.drivers.report.browser import needs_browser, opened
+from tests.drivers.report.browser import cut_at, needs_browser, opened
 from tests.drivers.report.test_report import read, tables
 from tests.drivers.synthetic_steps import slow_stage
 
@@ -115,3 +115,9 @@ def test_both_timelines_show_the_same_time(page):
     one, other = found["ticks"].split("|")
     assert one == other == "10 s,15 s,20 s"
     assert len(set(re.findall(r"\d+", found["rows"]))) == 1, "they are side by side"
+
+
+@needs_browser
+def test_nothing_of_a_comparison_is_cut_at_400_pixels(page):
+    lasting(3.0, flight=0.5).compare(lasting(1.0), page, names=("with_the_new_network_cards", "with_the_old_ones"))
+    assert cut_at(page, 400) == ""

@@ -28,7 +28,7 @@ from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent
 from tests.drivers.models import Chain, TiedLanguage
-from tests.drivers.report.browser import needs_browser, opened
+from tests.drivers.report.browser import cut_at, needs_browser, opened
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -605,3 +605,66 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert int(found["outside"]) == 0
     assert found["ticks"] == "0 s,10 s,20 s"
     assert float(found["narrow"]) < 450
+
+
+# A narrow page
+
+
+class Tables(HTMLParser):
+    """The columns that heads name, and those that cells name, by table. ``outside`` counts tables that are in no box."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.heads, self.cells, self.outside, self.reads = [], [], 0, False
+        self.around = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag == "table":
+            self.outside += self.around != "wide"
+            self.heads.append([]), self.cells.append([])
+        elif tag == "th":
+            self.heads[-1].append("")
+            self.reads = True
+        elif tag == "td":
+            self.cells[-1].append(given.get("data-of"))
+        self.around = given.get("class", "") if tag == "div" else ""
+
+    def handle_endtag(self, tag):
+        self.reads = self.reads and tag != "th"
+
+    def handle_data(self, data):
+        if self.reads:
+            self.heads[-1][-1] += data
+
+
+@pytest.fixture
+def wide_names(tmp_path):
+    """The report of workers with long names, which make tables wide."""
+    names = [f"a_worker_with_a_long_name_{number}.of.a.host" for number in range(4)]
+    page = tmp_path / "report.html"
+    recorded(slow_stage(9.0, flight=0.5, names=names)).report(page)
+    return page
+
+
+def test_each_cell_of_a_table_names_its_column_for_a_narrow_page(wide_names):
+    """Tables were cut at the edge of a narrow window: there a row is a block of cells, each under the name of its column."""
+    text = wide_names.read_text()
+    tables = Tables(text)
+    assert len(tables.heads) >= 4 and tables.outside == 0
+    for heads, cells in zip(tables.heads, tables.cells):
+        assert cells == heads * (len(cells) // len(heads)) and cells
+    style = text.split("<style>")[1].split("</style>")[0]
+    narrow = style.split("@media (max-width: 40rem) {")[1].split("\n}")[0]
+    assert (
+        "thead { display: none }" in narrow
+        and "content: attr(data-of)" in narrow
+        and "overflow-wrap: anywhere" in narrow
+    )
+    assert ".wide { overflow-x: auto }" in style  # on a page that is wider, a table scrolls in a box of its own
+
+
+@needs_browser
+def test_nothing_of_a_report_is_cut_at_400_pixels(wide_names):
+    assert cut_at(wide_names, 400) == ""

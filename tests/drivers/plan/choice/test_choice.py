@@ -42,6 +42,33 @@ def test_the_text_says_what_was_chosen_what_it_holds_and_what_it_costs():
     assert "none would take less" in free.why and free.checkpoint == {}
 
 
+def test_what_a_worker_computes_and_waits_says_why():
+    """More micro-batches compute longer, as each begins its computations, and wait less. The sums are made by hand."""
+    choice = search(problem(10**6, chunks=(1, 2, 4, 8, 16)), thorough=False)
+    (told,) = [line for line in str(choice).splitlines() if line.startswith("  why: ")]
+    chosen, by_count = choice.chosen, {}
+    for each in choice.candidates:
+        if each.name == choice.schedule:
+            by_count.setdefault(each.chunks, each)
+    for count, each in by_count.items():
+        costs = micro_batch(count).costs
+        of_worker = 2 * costs.forward[0] + costs.backward_input + costs.backward_weight  # the last are of both stages
+        assert each.computes == pytest.approx(count * of_worker) and each.waits + each.computes == each.seconds
+    fewer, more = by_count[chosen.chunks // 2], by_count[chosen.chunks * 2]
+    assert more.computes > chosen.computes and fewer.waits > chosen.waits > more.waits
+    started = (
+        f"  why: on average a worker computes {1e3 * chosen.computes:.1f} ms and waits {1e3 * chosen.waits:.1f} ms; in "
+    )
+    assert told.startswith(f"{started}{fewer.chunks} micro-batch")
+    assert (
+        f"it would compute {1e3 * fewer.computes:.1f} ms and wait {1e3 * fewer.waits:.1f} ms; in {more.chunks}" in told
+    )
+    assert (
+        f"{1e3 * more.computes:.1f} ms, because each computation takes time to begin, and wait {1e3 * more.waits:.1f}"
+        in told
+    )
+
+
 def test_the_text_says_why_each_schedule_is_left_out_and_what_all_limits_cost():
     """What breaks a limit with every number of micro-batches is told with the one that lacks least."""
     given = problem(330, chunks=(2, 4))
