@@ -130,7 +130,6 @@ class StepRunner:
             StepGraph(0, model.pipe, model.placed, programs, given_in_example(model.pipe)),
             specs,
             self._placed_alike,
-            model.commands,
         )
         self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
         self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
@@ -200,15 +199,16 @@ class StepRunner:
         watch = self.model.watch
         if self._flags and not watch.has_changed():
             return
-        before = _compared_settings(watch.settings)
+        before, compared = _settings(watch.settings), _compared_settings(watch.settings)
         watch.follow(self.model.pipe, self.compiled)
         self.model.parameters.check_written()
         self._statistics.check()
         watch.note()
         self.placed.set(watch.settings)
         self._flags = self.placed.flags()
-        if _compared_settings(watch.settings) != before:
-            self.graphs.forget()
+        if _settings(watch.settings) != before:
+            self.graphs.forget()  # their code may have the values of before
+        if _compared_settings(watch.settings) != compared:
             self._forget_checks()
 
     def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
@@ -513,13 +513,14 @@ def _failed_microbatch(error: PippyError) -> int | None:
     return 0 if isinstance(error, UncountedError) and fails_guard(error) else None  # the first is the largest
 
 
+def _settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """What was followed of a script."""
+    return {(stage, key): value for stage, changed in settings.items() for key, value in changed.items()}
+
+
 def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """What was followed of a script, as far as the check of a step depends on it: of a float, that it changes, as rates do."""
-    return {
-        (stage, key): type(value) if isinstance(value, float) else value
-        for stage, changed in settings.items()
-        for key, value in changed.items()
-    }
+    """What was followed, as far as the check of a step depends on it: of a float, that it changes, as rates do."""
+    return {key: type(value) if isinstance(value, float) else value for key, value in _settings(settings).items()}
 
 
 def _can_probe(call: StepCall, results: Results) -> bool:

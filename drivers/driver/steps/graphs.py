@@ -10,6 +10,7 @@ micro-batches have new sizes, the step is `unsure`, and if a guard fails the wor
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +39,7 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import CHECKS, check_fixed
 
+_log = logging.getLogger(__name__)
 MOST = 8  # graphs of one driver
 _KNOWN = 4096  # sizes of micro-batches
 
@@ -184,9 +186,8 @@ class DriverGraphs:
         first: StepGraph,
         specs: tuple[Any, Any, bool],
         made: Callable[[OtherGraph, int, frozenset[str], str], StepGraph],
-        commands: DriverCommands,
     ) -> None:
-        self.all, self.specs, self.made, self.commands = [first], specs, made, commands
+        self.all, self.specs, self.made = [first], specs, made
         self.known: dict[Any, int] = {}  # the graph that has run micro-batches of these sizes
         self.failed: set[tuple[Any, int]] = set()
         self.why: dict[Any, PippyError] = {}  # what a stage has found
@@ -194,8 +195,11 @@ class DriverGraphs:
     def forget(self) -> None:
         """Drop all graphs but that of the Pipe: the script has changed something."""
         del self.all[1:]
-        self.known.clear()
-        self.failed.clear()
+        self._forget_sizes()
+
+    def _forget_sizes(self) -> None:
+        for each in (self.known, self.failed, self.why):
+            each.clear()
 
     def lost(self) -> None:
         """Note that a worker has lost what it was given."""
@@ -216,50 +220,44 @@ class DriverGraphs:
         return self._plan(call)
 
     def _plan(self, call: "_Call") -> StepPlan:
-        numbers: list[int] = []
-        sizes, unsure = call.sizes(), False
-        for at, size in enumerate(sizes):
-            if size not in self.known:
-                unsure = True
-            numbers.append(self._graph(call, at, size))
-        parts = []
-        for at, number in enumerate(numbers):
-            if not at or number != numbers[at - 1]:
-                parts.append(GraphPart(self.all[number], at, at + 1))
-            else:
+        sizes, parts = call.sizes(), list[GraphPart]()
+        by_size = {
+            size: self._graph(call, at, size) for size, at in {size: at for at, size in enumerate(sizes)}.items()
+        }
+        for at, graph in enumerate(map(by_size.__getitem__, sizes)):
+            if parts and parts[-1].graph is graph:
                 parts[-1] = replace(parts[-1], end=at + 1)
+            else:
+                parts.append(GraphPart(graph, at, at + 1))
         used = {each.graph.number: call.division(each.graph) for each in parts}
-        unsure = unsure and any(each.graph.asks_in_stages for each in parts)
+        unknown = {graph for size, graph in by_size.items() if self.known.get(size) != graph.number}
+        unsure = any(graph.asks_in_stages for graph in unknown)
         return StepPlan(tuple(parts), used, tuple(sizes), unsure)
 
-    def _graph(self, call: "_Call", at: int, size: Any) -> int:
+    def _graph(self, call: "_Call", at: int, size: Any) -> StepGraph:
         """The graph for a micro-batch: the one that has run such sizes, or the first whose guards hold, or a new one."""
-        if size in self.known and self.known[size] < len(self.all):
-            return self.known[size]
         why: Exception | None = self.why.get(size)
-        for graph in self.all:
-            if (size, graph.number) in self.failed:
-                continue
-            try:
-                division = call.division(graph)
-            except InputError as error:
-                why = why or error
-                continue
-            fault = failed_guard(graph.compiled, division, at)
-            if fault is None:
-                return graph.number
-            why = why or fault
+        for graph in sorted(self.all, key=lambda each: each.number != self.known.get(size)):
+            if (size, graph.number) not in self.failed:
+                fault = call.fault(graph, at)
+                if fault is None:
+                    return graph
+                why = why or fault
         assert why is not None
-        return self._make(call, at, why).number
+        return self._make(call, at, why)
 
     def _make(self, call: "_Call", at: int, why: Exception) -> StepGraph:
         if len(self.all) >= MOST:
             raise _not_made(why, f"the driver has {MOST} already, and makes no more") from why
         try:
+            _log.info("the model is traced again, by the graph %d: %s", len(self.all), _reason(why))
             found = graph_for(self.all[0].pipe, *call.example(at))
             graph = self.made(found, len(self.all), frozenset(call.own.arguments), _reason(why))
             if graph.returned[0] != self.all[0].returned[0]:
                 raise GuardError("the model would return something of another form")
+            fault = call.fault(graph, at)
+            if fault is not None:
+                raise fault
         except PippyError as error:
             raise _not_made(why, error) from error
         self.all.append(graph)
@@ -268,8 +266,7 @@ class DriverGraphs:
     def accept(self, plan: StepPlan) -> None:
         """Note that these micro-batches have run by these graphs."""
         if len(self.known) > _KNOWN:
-            self.known.clear()
-            self.failed.clear()
+            self._forget_sizes()
         for part in plan.parts:
             self.known.update(dict.fromkeys(plan.sizes[part.first : part.end], part.graph.number))
 
@@ -304,6 +301,13 @@ class _Call:
             made = divide_unguarded(graph.compiled, self.chunks, self.args, kwargs, *self.graphs.specs)
             self.divisions[graph.number] = made
         return self.divisions[graph.number]
+
+    def fault(self, graph: StepGraph, at: int) -> InputError | None:
+        """The guard on inputs that a micro-batch fails, of a graph; None if there is none."""
+        try:
+            return failed_guard(graph.compiled, self.division(graph), at)
+        except InputError as error:
+            return error
 
     def _left_out(self, graph: StepGraph) -> dict[str, Any]:
         """The model's own defaults of arguments that the call leaves out, and that the graph's example gave."""
@@ -354,7 +358,10 @@ class _Call:
         if model is None:
             return (), {}  # nothing can be traced
         bound = inspect.signature(model.forward).bind_partial()
-        found = {name: self.own.take(name, at) for name in self.own.arguments}
+        given = self.bound or {}
+        first_names = {id(given[name]): name for name in reversed([*given])}  # one object stays one
+        taken = {name: self.own.take(name, at) for name in self.own.arguments}
+        found = {name: taken[first_names[id(given[name])]] if name in given else taken[name] for name in taken}
         bound.arguments = {name: found[name] for name in bound.signature.parameters if name in found}
         return bound.args, {**bound.kwargs, **({target: found[target]} if target is not None else {})}
 
@@ -362,10 +369,10 @@ class _Call:
 def _asked_of(leaf: Any) -> Any:
     if isinstance(leaf, CutTensor):
         shape = tuple(leaf.value.shape)
-        return type(leaf), leaf.dim, shape[: leaf.dim] + shape[leaf.dim + 1 :], leaf.value.dtype
+        return type(leaf), leaf.dim, shape[: leaf.dim] + shape[leaf.dim + 1 :], leaf.value.dtype, leaf.requires_grad
     if isinstance(leaf, PerMicrobatch):
         return type(leaf), leaf.dim
-    return type(leaf), _asked(leaf.held())
+    return type(leaf), _asked(leaf.held()), getattr(leaf, "requires_grad", False)
 
 
 def _asked(value: Any) -> Any:

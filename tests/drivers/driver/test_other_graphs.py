@@ -48,8 +48,7 @@ def batch(rows, with_mask=False, flag=False):
 
 def plain(model, call):
     """The loss and the gradients of plain PyTorch, in a copy of the model."""
-    model = copy.deepcopy(model)
-    args, kwargs, target = call
+    model, (args, kwargs, target) = copy.deepcopy(model), call
     model.zero_grad()
     loss = nn.functional.mse_loss(model(*args, **kwargs), target)
     loss.backward()
@@ -224,6 +223,63 @@ def test_there_are_eight_graphs_at_most(threads):
     with pytest.raises(errors.StepError, match="has 8 already"):
         driver.run(1, *batch(9)[0], batch(9)[2])
     driver.run(1, *batch(3)[0], batch(3)[2])
+
+
+class Scaled(Asks):
+    """A number of the script's is a constant of its graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x):
+        hidden = self.first(x) * self.scale
+        pipe_split()
+        return self.last(hidden * 1.0 if hidden.shape[0] == 1 else hidden)
+
+
+def test_a_number_that_the_script_changes_is_followed_or_refused_in_every_graph(threads):
+    model, driver = made(threads, Scaled().double())
+    for scale in (2.0, 3.0):
+        model.scale = scale
+        right = plain(model, batch(1))
+        try:
+            loss = driver.run(1, *batch(1)[0], batch(1)[2])
+        except errors.PippyError as error:
+            assert "scale" in str(error) and scale == 3.0
+        else:
+            assert_like(driver, right, loss)
+
+
+def test_one_object_twice_is_another_call(threads):
+    class Same(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            hidden = self.first(x) * (2 if x is y else 1) + y
+            pipe_split()
+            return self.last(hidden)
+
+    (x,), _, target = batch(4)
+    other = x + 1
+    model = Same().double()
+    pipe = pipeline(model, nn.MSELoss(), example_args=(x, other, target))
+    driver = PipelineDriver1F1B(pipe, threads, world_size=2, check=False)  # the witness is given copies, which are two
+    for call in ((x, other), (x, x), (x, other), (other, other)):
+        assert_like(driver, plain(model, (call, {}, target)), driver.run(2, *call, target))
+    assert len(driver.graphs) == 2
+
+
+def test_a_constant_that_was_asked_for_makes_no_graph(threads):
+    args, _, target = batch(4)
+    pipe = pipeline(Asks().double(), nn.MSELoss(), concrete_args={"flag": True}, example_args=(*args, target))
+    driver = PipelineDriver1F1B(pipe, threads, world_size=2, buffers="per_microbatch")
+    for _ in range(2):
+        with pytest.raises(errors.GuardError, match="'flag' is False"):
+            driver.run(2, *args, target, flag=False)
+    assert len(driver.graphs) == 1
 
 
 def test_a_change_of_the_script_makes_other_graphs_anew(threads):
