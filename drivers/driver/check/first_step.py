@@ -112,7 +112,7 @@ class FirstStep:
         """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
         cannot be compared. ``run`` runs the step as a trial."""
         division, parts = call.division, call.plan.parts
-        kind = tuple(each.graph.number for each in parts), self._kind(division)
+        kind = self._kind(call)
         held = self._holds_awaited(division)
         if (kind in self._kinds and not held) or (self.witness is None and not division.is_cut):
             return
@@ -145,10 +145,14 @@ class FirstStep:
                     return True
         return False
 
-    def _kind(self, division: Division) -> Any:
-        """The kind of a step, all that decides whether it may be cut: the modes of modules, and the kinds of arguments."""
+    def _kind(self, call: StepCall) -> Any:
+        """The kind of a step, all that decides whether it may be cut: the modes of modules, the kinds of arguments, the graphs,
+        and the number of rows where forward asks for it."""
+        division, graphs = call.division, [each.graph for each in call.plan.parts]
+        asks = any(each.asks_for_rows for each in graphs)
+        rows = [each.number for each in graphs], division.rows if asks else None, self._fails_for_all(division)
         flags = {call: its.training for calls in self.trials.placed.flags().values() for call, its in calls.items()}
-        return flags, division.is_cut, {name: _kinds(value) for name, value in division.arguments.items()}
+        return flags, rows, division.is_cut, {name: _kinds(value) for name, value in division.arguments.items()}
 
     # What is compared
 
@@ -187,9 +191,10 @@ class FirstStep:
 
     def _needs_all(self, call: StepCall) -> bool:
         """Whether forward may do something else for all rows than for a part of them, however few."""
-        if call.plan.is_of_other_rows:
-            return True
-        division = call.division
+        return call.plan.is_of_other_rows or self._fails_for_all(call.division)
+
+    def _fails_for_all(self, division: Division) -> bool:
+        """Whether all rows as one micro-batch fail a guard on inputs that a part of them does not fail."""
         if not division.is_cut or division.sizes is None or isinstance(division, DivisionOfColumns):
             return False
         return failed_guard(self.compiled, division.uncut()) is not None

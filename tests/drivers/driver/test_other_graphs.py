@@ -184,6 +184,23 @@ def test_rows_that_decide_are_refused_and_one_microbatch_is_right(threads, examp
     assert loss == pytest.approx(float(plain(model, (args, {}, target))[0]))
 
 
+@pytest.mark.parametrize("of_input", [True, False])
+def test_other_numbers_of_rows_are_compared_again(threads, of_input):
+    """Of four rows, micro-batches of one give what the whole gives; of seven they do not."""
+
+    class Net(Decides):
+        def forward(self, x):
+            hidden = self.first(x)
+            pipe_split()
+            return self.last(hidden) * (2 if (x if of_input else hidden).shape[0] > 5 else 1)
+
+    model, driver = made(threads, Net().double(), rows=2)
+    args, _, target = batch(4)
+    assert_like(driver, plain(model, (args, {}, target)), driver.run(4, *args, target))
+    with pytest.raises(errors.MicrobatchError, match="chunks=1"):
+        driver.run(7, *batch(7)[0], batch(7)[2])
+
+
 class Elsewhere(nn.Module):
     """One row goes through another layer."""
 
