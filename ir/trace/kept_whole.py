@@ -11,9 +11,10 @@ whose call has changed a list or a dict that it was given. The last one is the m
 again as one call.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from operator import getitem
 from typing import Any
 
 from torch import fx, nn
@@ -22,6 +23,7 @@ from pippy.ir.base import source
 from pippy.ir.base.brief import some
 from pippy.ir.base.errors import InputError, MarkError, TracingError
 from pippy.ir.base.marks import has_marks_inside, marks_inside, pipe_split
+from pippy.ir.base.trees import children, item_names, with_children
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.trace.assigned_buffers import assigned_in, check_fitting
 from pippy.ir.trace.left_as_it_was import torch_as_it_is
@@ -29,6 +31,7 @@ from pippy.ir.trace.refusals import forgiving
 from pippy.ir.trace.restore_attributes import Attributes
 from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.trials import trials_of
+from pippy.ir.trace.values import value_of
 
 
 class KeptWhole:
@@ -44,7 +47,7 @@ class KeptWhole:
     @property
     def records_model(self) -> Callable[[Any, Any], Any] | None:
         """What records the call of the model itself, if that is kept whole."""
-        return partial(self._record, "") if "" in self.reasons else None
+        return (lambda *given: taken_apart(self._record("", *given))) if "" in self.reasons else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -134,6 +137,16 @@ class KeptWhole:
         for node in self._abandoned:
             if not node.users:
                 node.graph.erase_node(node)
+
+
+def taken_apart(value: Any) -> Any:
+    """A known container as one of the same kind, so that the loss is found in what a model returns."""
+    known = value_of(value) if issubclass(type(value), fx.Proxy) else None
+    if not children(known):
+        return value
+    take: Any = getattr if dataclasses.is_dataclass(known) else getitem
+    names = range(len(known)) if isinstance(known, (tuple, list)) else item_names(known)
+    return with_children(known, [taken_apart(take(value, name)) for name in names or ()])
 
 
 def reason_of(error: BaseException, below: str = "call") -> str:

@@ -19,7 +19,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ def tracing(model: nn.Module) -> Iterator[dict[tuple[type, str], bool]]:
 
     It gives the names of the attributes of modules that are read, there or not, with the classes of the modules.
     """
-    with tracing_thread(), _leaving_users_code(model), leaving_torch_as_it_was(), _noting_reads() as reads:
+    with tracing_thread(), _leaving_users_code(model), ExitStack() as torchs, _noting_reads() as reads:
+        torchs.callback(torch_as_it_is())
         yield reads
 
 
@@ -202,16 +203,6 @@ def _holds(value: Any) -> bool:
 
 
 _C: Any = torch._C
-
-
-@contextmanager
-def leaving_torch_as_it_was() -> Iterator[None]:
-    """A context after which torch's state in this thread is that of before."""
-    restore = torch_as_it_is()
-    try:
-        yield
-    finally:
-        restore()
 
 
 def torch_as_it_is() -> Callable[[], None]:

@@ -112,7 +112,8 @@ def _trace_example(
     try:
         return _trace_call(model, tracer, call)
     except TracingError as error:
-        if type(error) is not TracingError or has_marks_inside(model) or error.marks:
+        is_starred = any(each.kind is each.VAR_POSITIONAL for each in call.signature.parameters.values())
+        if type(error) is not TracingError or is_starred or has_marks_inside(model) or error.marks:
             raise
         untraced, reason = str(error), reason_of(error.__cause__ or error, below="trace")
     try:

@@ -204,17 +204,18 @@ class Values:
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the forward of a module gives. Its hooks are not called: what they see is to be real."""
         buffers = {name: self._fake(buffer) for name, buffer in module.named_buffers()}
+        if not type(module).__module__.startswith("torch.nn."):
+            return self._call_users(module, buffers, args, kwargs)
         with _with_buffers(module, buffers):
-            if type(module).__module__.startswith("torch.nn."):
-                check_call(module, args, self._model, self.known_inputs)
-                return module.forward(*args, **kwargs)
-            return self._call_users(module, args, kwargs)
+            check_call(module, args, self._model, self.known_inputs)
+            return module.forward(*args, **kwargs)
 
-    def _call_users(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call_users(self, module: nn.Module, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         lose_mark = partial(_lose_mark, module)
         with restoring_attributes(module, silent=True), untouched_random_state(), recording_splits(lose_mark):
             try:
-                return module.forward(*args, **kwargs)
+                with _with_buffers(module, buffers):
+                    return module.forward(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 return self._really_call(module, args, kwargs)
 

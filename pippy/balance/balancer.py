@@ -294,10 +294,8 @@ def _check_memory(scale: object, in_flight: object) -> None:
 
 def _check_can_be_cut(traced: Traced, stages: int) -> None:
     if stages > 1 and traced.untraced:
-        name = type(traced.model).__name__
-        raise BalanceError(
-            f"{name} cannot be cut into {stages} stages, for one must call it as a whole. {traced.untraced}"
-        )
+        cannot = f"{type(traced.model).__name__} cannot be cut into {stages} stages, for one must call it as a whole"
+        raise BalanceError(f"{cannot}. {traced.untraced}")
     nodes = marks(traced)
     if nodes:
         shown = "\n".join(source.excerpt_of(node) for node in nodes[:5])

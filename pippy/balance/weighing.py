@@ -353,11 +353,10 @@ class Weighing:
 
         The work is the measured time, or else the parameters that operations compute with.
         """
-        work, timed = self.figures.computed, self.policy.measure == "time"
-        if self.stages == 1 or self.policy.kind in ("names", "counts") or sum(work) < _WORTH_BALANCING:
+        is_small, timed = sum(self.figures.computed) < _WORTH_BALANCING, self.policy.measure == "time"
+        if is_small or self.stages == 1 or self.policy.kind in ("names", "counts"):
             return ""
-        if timed:
-            work = self._times()
+        work = self._times() if timed else self.figures.computed
         most, stages = _UNEVEN * sum(work) / (1 - self.uncertain), _summed(work, [0, *cuts, self.count])
         if max(stages) <= most:
             return ""
@@ -369,9 +368,8 @@ class Weighing:
     def _how_even(self, heaviest: int | None) -> str:
         """What to do where one stage has most of the work; ``heaviest`` is the operation that alone has, if there is one."""
         fewer = "; or ask for fewer stages" * (self.stages > 2)
-        by_time = "leave out split=, so that"
-        if self.profile is None:
-            by_time = f"give example_args, the arguments of one micro-batch, and {by_time}"
+        given = "" if self.profile else "give example_args, the arguments of one micro-batch, and "
+        by_time = f"{given}leave out split=, so that"
         if heaviest is None:
             by_marks = self.policy.measure == "time"
             return f"What to do: {'cut it by marks' if by_marks else f'{by_time} the measured time is balanced'}{fewer}"

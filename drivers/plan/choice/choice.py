@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from pippy.drivers.plan.choice.byte_sizes import byte_text
 from pippy.drivers.plan.choice.candidate import TIE, Candidate, Modes, lightest_of_fastest
@@ -131,17 +132,17 @@ class Choice:
         if not chosen.waits:
             return
         alike = [each for each in slower if each.name == chosen.name]
-        fewer = max((each for each in alike if each.chunks < chosen.chunks), key=_chunks, default=None)
-        more = min((each for each in alike if each.chunks > chosen.chunks), key=_chunks, default=None)
+        fewer = max((each for each in alike if each.chunks < chosen.chunks), key=attrgetter("chunks"), default=None)
+        more = min((each for each in alike if each.chunks > chosen.chunks), key=attrgetter("chunks"), default=None)
         others = (each for each in slower if each.chunks == chosen.chunks and each.name != chosen.name)
         other = next((each for each in others if each.seconds > chosen.seconds * (1 + TIE)), None)
-        said = f"  why: on average a worker computes {_milliseconds(chosen.computes)} and waits {_milliseconds(chosen.waits)}"
-        if fewer:
-            said += f"; in {_micro_batches(fewer)} it would {_computes_and_waits(fewer)}"
-        if more:
-            begin = ", because each computation takes time to begin,"
-            said += f"; in {_micro_batches(more)} it would {_computes_and_waits(more, begin)}"
-        yield said + (f"; under {other.name} it would {_computes_and_waits(other)}" if other else "")
+        said = [
+            f"  why: on average a worker computes {_milliseconds(chosen.computes)} and waits {_milliseconds(chosen.waits)}"
+        ]
+        for each, because in ((fewer, ""), (more, ", because each computation takes time to begin,")):
+            said += [f"in {_micro_batches(each)} it would {_computes_and_waits(each, because)}"] if each else []
+        said += [f"under {other.name} it would {_computes_and_waits(other)}"] if other else []
+        yield "; ".join(said)
 
     def _worker(self, worker: int) -> str:
         """What a worker does and holds."""
@@ -192,10 +193,6 @@ def _named(candidate: Candidate) -> str:
 
 def _micro_batches(candidate: Candidate) -> str:
     return f"{candidate.chunks} micro-batch{'es' * (candidate.chunks != 1)}"
-
-
-def _chunks(candidate: Candidate) -> int:
-    return candidate.chunks
 
 
 def _computes_and_waits(candidate: Candidate, because: str = "") -> str:

@@ -1,6 +1,8 @@
 """A model whose own forward branches on numbers: one stage calls it as a whole, or the error names the mark in the way."""
 
 import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
 from pippy.errors import BalanceError, MarkError, PippyWarning, TracingError
+from pippy.ir.base.trees import map_tensors
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, twin
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -183,3 +186,51 @@ def test_what_a_forward_had_set_when_it_was_given_up_is_set_back(inside):
     pipe = pipeline(model, split="uniform", num_stages=1)
     assert list(pipe.kept_whole) == (["0"] if inside else [""]) and torch.get_default_dtype() == torch.float64
     assert_same(pipe(X), plain(X), "output")
+
+
+class ReturnsItsLoss(Net):
+    """As models of Hugging Face; ``kind`` is what holds the loss."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, labels=None):
+        output = super().forward(x)
+        return self.kind(loss=F.mse_loss(output, labels), logits=output, parts=(output, [x]))
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    parts: tuple
+
+
+@pytest.mark.parametrize("kind", [dict, Output, OrderedDict])
+def test_the_loss_that_a_model_returns_is_found_in_what_an_example_gives(kind):
+    model = ReturnsItsLoss(kind)
+    plain = twin(model)
+    with pytest.warns(PippyWarning, match="calls ReturnsItsLoss as a whole"):
+        pipe = pipeline(model, example_kwargs={"x": X, "labels": X})
+    for sign in (1, -1):
+        pipe.zero_grad(), plain.zero_grad()
+        torch.manual_seed(1)
+        given = pipe(x=sign * X, labels=X)
+        torch.manual_seed(1)
+        expected = plain(sign * X, X)
+        (expected.loss if kind is Output else expected["loss"]).backward()
+        assert type(given) is type(expected)
+        assert_same(given, map_tensors(torch.Tensor.detach, expected), "output")
+        assert_same_gradients(pipe, plain)
+
+
+def test_a_model_of_any_number_of_inputs_is_called_as_a_whole_with_an_example_only():
+    class Many(Net):
+        def forward(self, *xs):
+            return super().forward(xs[0]) + xs[1]
+
+    with pytest.raises(TracingError, match=r"(?s)control flow.*give example_args"):
+        pipeline(Many())
+    model = Many().eval()
+    assert_same(pipeline(model, example_args=(X, X), split="uniform", num_stages=1)(X, X), model(X, X), "output")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.base.errors import PippyError
-from pippy.ir.trace.left_as_it_was import leaving_torch_as_it_was
+from pippy.ir.trace.left_as_it_was import torch_as_it_is
 
 X = torch.randn(2, 4)
 TABLES: dict[int, torch.Tensor] = {}
@@ -291,12 +291,14 @@ def test_torch_is_as_it_was(name):
 
 def test_a_forward_that_stops_within_everything():
     before = state()
-    with pytest.raises(ValueError), leaving_torch_as_it_was():
+    with pytest.raises(ValueError), contextlib.ExitStack() as stack:
+        stack.callback(torch_as_it_is())
         enters_all(X)
     assert state() == before
     with torch.autocast("cpu", torch.bfloat16):
         within = state()
-        with leaving_torch_as_it_was():
-            torch.autocast("cpu", torch.float16).__enter__()
+        restore = torch_as_it_is()
+        torch.autocast("cpu", torch.float16).__enter__()
+        restore()
         assert state() == within and (X @ X.T).dtype == torch.bfloat16
     assert state() == before
