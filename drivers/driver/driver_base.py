@@ -210,7 +210,8 @@ class PipelineDriverBase(ModelOnWorkers):
         ...     def forward(self, x):
         ...         return super().forward(x) if len(x) == 1 else super().forward(x) * 1
         >>> from pippy import PipelineDriver1F1B, cluster, pipeline
-        >>> pipe = pipeline(Net(2, 2), torch.nn.MSELoss(), example_args=(torch.ones(4, 2), torch.ones(4, 2)))
+        >>> example = torch.ones(4, 2), torch.ones(4, 2)
+        >>> pipe = pipeline(Net(2, 2), torch.nn.MSELoss(), num_stages=1, split="parameters", example_args=example)
         >>> with cluster(1, threads=1) as workers:
         ...     driver = PipelineDriver1F1B(pipe, workers)
         ...     losses = [driver.run(1, torch.ones(rows, 2), torch.ones(rows, 2)) for rows in (4, 1)]

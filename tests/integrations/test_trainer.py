@@ -79,6 +79,26 @@ def assert_same_predictions(own, plain, rows):
     numpy.testing.assert_array_equal(predicted[0].label_ids, predicted[1].label_ids)
 
 
+def unmasked(rows):
+    """A collator of rows of one length, without a mask."""
+    ids = torch.tensor([each["input_ids"][:4] for each in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("model", [gpt2, llama])
+@pytest.mark.parametrize("collator", [unmasked, padded])
+@pytest.mark.parametrize("count", [9, 15, 10])  # the last batch has 1, 7 or 2 rows
+def test_a_last_batch_of_other_rows(tmp_path, threads, model, collator, count):
+    options = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_train_epochs": 2}
+    data = {"train_dataset": sentences(count), "eval_dataset": sentences(count), "data_collator": collator}
+    plain, own = trainers(model(), tmp_path, threads, options, check=True, **data)
+    expected, result = train(plain, own)
+    assert result.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
+    assert_same_history(own, plain)
+    assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    assert_same_predictions(own, plain, sentences(count))
+
+
 class LeavesAnEpoch(TrainerCallback):
     """Leaves the first epoch in the middle of an update, whose gradients are then those of two updates."""
 
