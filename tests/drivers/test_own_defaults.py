@@ -45,22 +45,26 @@ EXAMPLES = {
 @pytest.mark.parametrize("missing", [object(), Missing(), Token.MISSING], ids=["object", "class", "enum"])
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 def test_it_is_the_default_or_refused(missing, example, threads):
+    """The Pipe refuses the other; a driver goes by another graph."""
     model = net(missing)
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss(), **example), threads)
+    pipe = pipeline(model, nn.MSELoss(), **example)
+    driver = PipelineDriver1F1B(pipe, threads)
     fits = {"mask": MASK} if "example_kwargs" in example else {}
     for given in ({}, {"mask": missing}, {"mask": MASK}):
+        expected = nn.functional.mse_loss(model(X, **given), TARGET).detach()
+        torch.testing.assert_close(driver.run(2, X, target=TARGET, **given), expected)
         if ("mask" in given and given["mask"] is MASK) is bool(fits):
-            expected = nn.functional.mse_loss(model(X, **given), TARGET)
-            torch.testing.assert_close(driver.run(2, X, target=TARGET, **given), expected.detach())
+            torch.testing.assert_close(pipe(X, target=TARGET, **given), expected)
         else:
             with pytest.raises(InputError, match=r"'mask'|mask is"):
-                driver.run(2, X, target=TARGET, **given)
+                pipe(X, target=TARGET, **given)
+    assert len(driver.graphs) == 2
 
 
-def test_the_advice_to_give_it_in_the_example_works(threads):
+def test_the_advice_to_give_it_in_the_example_works():
     """`an example with it` above follows the advice."""
     with pytest.raises(PippyError, match=r"give it in the example, too: example_kwargs=\{..., 'mask': ...\}"):
-        PipelineDriver1F1B(pipeline(net(object()), nn.MSELoss()), threads).run(2, X, target=TARGET, mask=MASK)
+        pipeline(net(object()), nn.MSELoss())(X, target=TARGET, mask=MASK)
 
 
 @pytest.mark.parametrize(
