@@ -215,19 +215,24 @@ class Division:
         assert self.sizes is not None
         return self.sizes[microbatch]
 
-    def rows_shown(self, microbatch: int) -> str:
+    def rows_shown(self, microbatch: int, before: int = 0, rows: int | None = None) -> str:
         """The rows of a micro-batch as the user knows them, for errors; empty if it has all of them.
+
+        Where this is a part of a mini-batch with so many ``rows``, it has so many ``before`` it.
 
         >>> from pippy.drivers.batch.divide import divide
         >>> divide({"x": torch.arange(5)}, chunks=2).rows_shown(1)
         'rows 3 to 4 of 5'
         """
-        if self.sizes is None or self.mask or self.chunks == 1:
+        if self.sizes is None or self.mask or (self.chunks == 1 and rows is None):
             return ""
-        first, size = sum(self.sizes[: microbatch - microbatch % self.slices]) // self.slices, self.sizes[microbatch]
+        first, size = (
+            before + sum(self.sizes[: microbatch - microbatch % self.slices]) // self.slices,
+            self.sizes[microbatch],
+        )
         shown = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}"
         of_slices = f", slice {microbatch % self.slices} of {self.slices}" * (self.slices > 1)
-        return f"{shown} of {self.rows}{of_slices}"
+        return f"{shown} of {rows or self.rows}{of_slices}"
 
     def has_rows_in_front(self) -> bool:
         """Whether each tensor of the arguments is cut along its first dimension, so that all rows are rows of the batch."""

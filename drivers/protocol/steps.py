@@ -93,10 +93,11 @@ class Step:
 
     def rows_shown(self, microbatch: int) -> str:
         """The rows of a micro-batch as the user knows them, for errors."""
+        before, rows = 0, sum(part.inputs.rows or 0 for part in self.parts) if self.then else None
         for part in self.parts:
             if microbatch < part.inputs.chunks:
-                return part.inputs.rows_shown(microbatch) if part is self else ""
-            microbatch -= part.inputs.chunks
+                return part.inputs.rows_shown(microbatch, before, rows)
+            microbatch, before = microbatch - part.inputs.chunks, before + (part.inputs.rows or 0)
         return ""
 
 

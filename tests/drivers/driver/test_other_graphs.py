@@ -13,7 +13,9 @@ from torch import nn
 
 import pippy.ir.other_graphs
 from pippy import PipelineDriver, PipelineDriver1F1B, cluster, errors, pipe_split, pipeline
+from pippy.drivers.batch.divide import divide
 from pippy.drivers.protocol.programs import AddGraph
+from pippy.drivers.protocol.steps import GraphStep, Step
 from tests.drivers.thread_cluster import thread_cluster
 
 SCHEDULES = ("1f1b", "fill_drain", "zb_h1", "interleaved_1f1b")
@@ -220,6 +222,13 @@ def test_what_would_move_is_refused_by_name(threads):
     with pytest.raises(errors.GuardError, match=r"submod_1 would use 'single\.weight', which no stage has"):
         driver.run(1, *args, target)
     driver.run(2, *batch(4)[0], batch(4)[2])
+
+
+def test_errors_name_the_rows_of_every_part():
+    whole = divide({"x": torch.arange(5)}, chunks=4)
+    step = Step(0, True, whole.between(0, 1), (1.0,), then=(GraphStep(1, whole.between(1, 4), (1.0,) * 3),))
+    shown = [step.rows_shown(at) for at in range(4)]
+    assert shown == ["rows 0 to 1 of 5", "row 2 of 5", "row 3 of 5", "row 4 of 5"]
 
 
 def test_there_are_eight_graphs_at_most(threads):
