@@ -97,7 +97,7 @@ class ModelOnWorkers:
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
         """The gradients of all parameters, or of some, by the user's names.
 
-        They are copies: an update after an edit of them is refused. To change gradients on the workers, call
+        They are copies: after an edit of them, an update is refused, and to ask again. To change gradients on the workers, call
         `clip_grad_norm_` or `clip_grad_value_`, or put hooks on the parameters (``register_hook``).
         """
         return self.parameters.gradients(names)

@@ -70,6 +70,7 @@ class RemoteParameters:
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
         """The gradients of these parameters, or of all: copies, of which it is noted that nobody edits them."""
         wanted = self._names() if names is None else names
+        self.commands.check_not_edited()  # or else these would not be those of the script
         self.reduce_gradients()
         found = self.fetch(wanted, gradients=True)
         self.commands.fetched += [(each, each._version) for each in found.values() if each is not None]

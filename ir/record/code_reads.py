@@ -99,6 +99,7 @@ def _reads_of(value: Any, pending: list[Any]) -> Iterator[tuple[Any, str, Read]]
         pending += [type(value), *value.children()]
         options = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
         yield from _entries(vars(value), f"of a {type(value).__name__}", True, options)
+        yield from _entries(value._buffers, f"of a {type(value).__name__}", True)
     elif callable(value) and not isinstance(value, (type, FunctionType, ModuleType)):
         call = vars(type(value)).get("__call__")
         if isinstance(call, FunctionType) and source.is_of_project(call.__code__.co_filename):

@@ -265,10 +265,10 @@ class ModelWatch:
                     f"before; {_AGAIN}. {_COPY}"
                 )
         elif table == "_parameters" or (table == "_buffers" and not part.of_loss):
-            if path in compiled.qualnames.places if old is not GONE else part.may_read(name):
+            if part.may_read(name) if old is GONE or old is None else path in compiled.qualnames.places:
                 raise ModeError(
-                    f"{path!r} of the model was replaced by another tensor (by functional_call, or by assigning one), but the "
-                    f"stages still have the old one; change the tensor in place, under torch.no_grad(), or {_AGAIN}. {_COPY}"
+                    f"{path!r} of the model is another tensor now ({_shown(new)} in place of {_shown(old)}; by functional_call, or by "
+                    f"assigning one), but the stages still have that of before; change the tensor in place, under torch.no_grad(), or {_AGAIN}. {_COPY}"
                 )
         elif part.places and _can_be_sent(new):
             self._set(part, name, new)

@@ -237,13 +237,13 @@ REFUSED: dict[str, Refused] = {
     ),
     "a buffer assigned": Refused(
         Change(lambda s: setattr(s.model, "offset", torch.full((4,), 0.5).double())),
-        "'offset' of the model was replaced by another tensor",
+        "'offset' of the model is another tensor now",
         "pipeline",
         lambda s: setattr(s.model, "offset", torch.zeros(4).double()),
     ),
     "a parameter assigned": Refused(
         Change(assign_parameter),
-        "'first.weight' of the model was replaced by another tensor",
+        "'first.weight' of the model is another tensor now",
         "pipeline",
         lambda s: setattr(s.model.first, "weight", nn.Parameter(torch.zeros(4, 4).double())),
     ),

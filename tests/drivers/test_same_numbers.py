@@ -16,7 +16,6 @@ from exps.habits.judge import judge
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
 KNOWN: dict[int, str] = {  # the habits, of this seed's example, that are not mended yet
-    469: "change gradients edited: the edit of a copy is refused at the update only",
 }
 
 
