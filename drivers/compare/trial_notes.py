@@ -62,6 +62,11 @@ class ComputedChoice:
     def are_all(self) -> bool:
         return self.count == self.of
 
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether all or none were chosen, so that nobody can see how the losses of micro-batches add up."""
+        return self.are_all or self.count == 0
+
 
 @dataclass(frozen=True)
 class TrialNotes:

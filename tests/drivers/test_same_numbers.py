@@ -15,8 +15,8 @@ from exps.habits.example import draw
 from exps.habits.judge import judge
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 
-KNOWN: dict[int, str] = {  # the habits, of this seed's example, that are not mended yet
-}
+KNOWN: dict[int, str] = {}  # the habits, of this seed's example, that are not mended yet
+MENDED = (20014, 20051, 20267, 20684, 21789)  # seeds of examples that were silently wrong once
 
 
 def pairs(seed):
@@ -40,7 +40,7 @@ def chosen(count, among=1000):
 
 
 def rows():
-    for seed in chosen(150):
+    for seed in (*chosen(150), *MENDED):
         known = KNOWN.get(seed)
         yield pytest.param(seed, marks=pytest.mark.xfail(reason=known, strict=True) if known else ())
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
+from tests.drivers.thread_cluster import thread_cluster
 from tests.models.idioms import ROWS, assert_same_steps, in_all_ways, in_micro_batches
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -238,3 +239,20 @@ def test_the_class_of_the_advice_takes_the_option(workers):
     pipe, batch = pipeline(CLIP(), clip_loss), captions()[0]
     driver = PipelineDriverFillDrain(pipe, workers, single_loss=True)
     assert driver.run(3, *batch).isfinite()
+
+
+def by_kind(output, target):
+    """A mean for each of two kinds of rows; in some mini-batches all are of one kind."""
+    losses, even = nn.functional.cross_entropy(output, target, reduction="none"), target % 2 == 0
+    return losses[even].sum() / even.sum().clamp(min=1) + losses[~even].sum() / (~even).sum().clamp(min=1)
+
+
+def test_a_mask_that_chooses_all_and_another_that_chooses_none_show_nothing():
+    x, target = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 2, 2, 0, 2, 0])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    with thread_cluster(2) as threads:
+        driver = PipelineDriver1F1B(pipeline(model, by_kind, num_stages=2, split="parameters"), threads)
+        with pytest.raises(MicrobatchError, match="chunks=1"):
+            driver.run(2, x, target)
+        right = by_kind(model(x), target)
+        torch.testing.assert_close(driver.run(1, x, target), right.detach())

@@ -96,7 +96,7 @@ class FirstStep:
         self.found = FoundReduction() if found is None else found
         self.checked: Checked | None = None
         self.watches = False  # whether steps note by what masks the loss chooses: it is said to be a mean over rows
-        self._kinds: list[Any] = []  # of steps that were checked
+        self._kinds: list[tuple[Any, range]] = []  # of steps that were checked, and the numbers of rows between those
         self._awaited: tuple[Question, ...] = ()  # by which a loss of torch may leave targets out that no step has held
 
     @property
@@ -112,9 +112,10 @@ class FirstStep:
         """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
         cannot be compared. ``run`` runs the step as a trial."""
         division, parts = call.division, call.plan.parts
-        kind = self._kind(call)
+        kind, rows = self._kind(call), division.rows
         held = self._holds_awaited(division)
-        if (kind in self._kinds and not held) or (self.witness is None and not division.is_cut):
+        is_known = any(each == kind and (rows is None or rows in known) for each, known in self._kinds)
+        if (is_known and not held) or (self.witness is None and not division.is_cut):
             return
         self.trials.hooks, started = call.hooks, time.perf_counter()
         try:
@@ -126,8 +127,14 @@ class FirstStep:
             self.comparisons.forget()
         self.checked = replace(checked, seconds=time.perf_counter() - started)
         if checked.is_finite:
-            self._kinds.append(kind)
+            self._note_kind(kind, rows or 0)
         _log.info("%s", self.checked)
+
+    def _note_kind(self, kind: Any, rows: int) -> None:
+        """Note that steps of a kind were checked, with so many rows, and with fewer and more."""
+        others = [known for each, known in self._kinds if each == kind]
+        least, most = (min([rows, *(known[0] for known in others)]), max([rows, *(known[-1] for known in others)]))
+        self._kinds = [each for each in self._kinds if each[0] != kind] + [(kind, range(least, most + 1))]
 
     def forget(self) -> None:
         """Check the next step again: a worker was replaced, and does not know which buffers change."""
@@ -378,7 +385,7 @@ class FirstStep:
         """Raise if the loss is a mean over chosen numbers, and all rows of the trials had the same choice."""
         chosen = [each.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
-            if all(other.are_all for others in chosen for other in others if other.where == untried.where):
+            if all(other.tells_nothing for others in chosen for other in others if other.where == untried.where):
                 raise MicrobatchError(_unknown_choice(untried, self.remedies.may_be_single))
 
     def check_choices_of(self, answers: Mapping[int, StepResult]) -> None:
