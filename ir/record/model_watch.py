@@ -267,9 +267,9 @@ class ModelWatch:
         elif table == "_parameters" or (table == "_buffers" and not part.of_loss):
             if part.may_read(name) if old is GONE or old is None else path in compiled.qualnames.places:
                 raise ModeError(
-                    f"{path!r} of the model is another tensor now, {_shown(new)} in place of {_shown(old)} (by functional_call, "
-                    "or by assigning one), but the stages still have that of before; change the tensor in place, under "
-                    f"torch.no_grad(), or {_AGAIN}. {_COPY}"
+                    f"{path!r} of the model is another tensor now, {_shown(new)} in place of {_shown(old)} (by "
+                    "functional_call, or by assigning one), but the stages still have that of before; change the tensor in "
+                    f"place, under torch.no_grad(), or {_AGAIN}. {_COPY}"
                 )
         elif part.places and _can_be_sent(new):
             self._set(part, name, new)
