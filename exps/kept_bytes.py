@@ -31,9 +31,9 @@ from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.language.edges import Pass
+from pippy.ir.base.readable import text_table
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.pipe import compiled_of
-from pippy.ir.show.tables import text_table
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import nn
 from exps.peers import gpt
 from exps.recording import in_turns, interval
 from pippy import Cluster, Pipe, PipelineDriver, SplitPoint, annotate_split_points, cluster, pipeline
-from pippy.ir.run.keyed_draws import seed_draws
+from pippy.ir.run.random_state import seed_draws
 
 Times = tuple[float, float]  # of a step, and of the processors
 

@@ -1,13 +1,11 @@
 """The compiler: the passes in their order."""
 
-from pippy.ir.cut.name_draws import name_draws
+from pippy.ir.cut.effects import name_draws
 from pippy.ir.cut.split import split
 from pippy.ir.loss.backward import attach_backward
-from pippy.ir.loss.loss_function import attach_loss_function
-from pippy.ir.loss.reserved_names import reserve_names
+from pippy.ir.loss.loss_function import attach_loss_function, reserve_names
 from pippy.ir.loss.returned_loss import default_loss_spec, find_returned_loss
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Compiled, Traced
 from pippy.ir.request import Request
 from pippy.ir.verify.verify import check_rules
 

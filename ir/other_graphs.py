@@ -18,13 +18,11 @@ from pippy.ir.base.errors import GuardError, PippyError, SliceError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.names import LOSS
 from pippy.ir.compile import compile_traced
-from pippy.ir.cut.cut_alike import copied_parameters, held_tensors, mark_alike
-from pippy.ir.cut.cuts import marks
 from pippy.ir.cut.params import MultiUseParameterConfig
+from pippy.ir.cut.uses import copied_parameters, held_tensors, mark_alike, marks
 from pippy.ir.loss.loss_function import FunctionLoss
 from pippy.ir.pipe import Pipe, compiled_of, model_of, pipe_alike, request_of
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Compiled, Traced
 from pippy.ir.request import Request
 from pippy.ir.trace.arguments import Example
 from pippy.ir.trace.language_models import trace_slice

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.compiled_modules import original_of
+from pippy.ir.base.compiling import original_of
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.public_calls import placing_words
@@ -16,26 +16,24 @@ from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
 from pippy.ir.compile import compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.loss.loss_wrappers import LossWrapper
+from pippy.ir.loss.loss_function import LossWrapper
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
     all_tensors,
     check_dtypes,
     constants_of,
+    load_state,
     parts_come_first,
     put_loss_parameters,
     put_model_parts,
 )
-from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.compiled import Compiled, Traced
 from pippy.ir.record.model_watch import ModelWatch
-from pippy.ir.record.traced import Traced
 from pippy.ir.reference import run_reference
 from pippy.ir.request import Cut, Request
-from pippy.ir.run.copies import follow_owners
-from pippy.ir.run.gradient_hooks import deep_copy
+from pippy.ir.run.copies import deep_copy, follow_owners
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
-from pippy.ir.state import load_state
 from pippy.ir.trace.arguments import Example, signature_of
 from pippy.ir.trace.exported import ExportedModel, module_of
 from pippy.ir.trace.sequential import Layers, trace_sequential

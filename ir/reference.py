@@ -8,14 +8,12 @@ from torch import fx
 
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import map_tensors
-from pippy.ir.batch_norm.step_statistics import StepStatistics
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes, seeded, walk
-from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
-from pippy.ir.run.given_inputs import check_inputs, check_unchanged, input_versions
-from pippy.ir.run.gradient_hooks import GradientHooks
-from pippy.ir.run.keyed_draws import draw_key
+from pippy.ir.record.compiled import Compiled, forward_nodes, is_getitem, map_nodes, seeded, walk
+from pippy.ir.run.batch_norm import StepStatistics
+from pippy.ir.run.copies import GradientHooks, owners_in_place_of_copies, whole_gradients
+from pippy.ir.run.in_place import check_inputs, check_unchanged, input_versions
 from pippy.ir.run.may_draw import drawn_as_whole, seed_whole
+from pippy.ir.run.random_state import draw_key
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.base.brief import brief
-from pippy.ir.base.compiled_modules import original_of
+from pippy.ir.base.compiling import original_of
 from pippy.ir.base.errors import BalanceError, LossError
+from pippy.ir.base.readable import brief
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.loss_function import check_loss_function
 from pippy.ir.loss.returned_loss import LossSpec
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Traced
 from pippy.ir.trace.arguments import Example, check_examples
 from pippy.ir.trace.trace import TracerLike
 

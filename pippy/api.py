@@ -17,14 +17,13 @@ from pippy.drivers.engines.open_cluster import cluster
 from pippy.drivers.files.contents import load_checkpoint
 from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
-from pippy.ir.batch_norm.convert import convert_deferred_batch_norm
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.params import MultiUseParameterConfig
-from pippy.ir.loss.loss_wrappers import LossWrapper, TrivialLossWrapper
+from pippy.ir.loss.loss_function import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
-from pippy.ir.run.computed_again import is_checkpointing, is_recomputing
-from pippy.ir.run.keyed_draws import keyed_random
+from pippy.ir.run.batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
+from pippy.ir.run.forward_state import is_checkpointing, is_recomputing
 from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
+from pippy.ir.run.random_state import keyed_random
 from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate

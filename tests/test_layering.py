@@ -19,7 +19,7 @@ LAYERS = """
     drivers/plan/language drivers/plan/proofs drivers/plan/passes drivers/plan/cost drivers/plan/orders drivers/plan/search
     drivers/plan/drawings drivers/plan/make drivers/plan/choice drivers/plan
 
-    ir/base ir/call ir/run ir/halves ir/batch_norm ir/record ir/cut ir/loss ir/verify ir/show ir/trace ir
+    ir/base ir/call ir/run ir/halves ir/record ir/cut ir/loss ir/verify ir/show ir/trace ir
 
     drivers/base drivers/compare drivers/batch drivers/lowering
     drivers/wire drivers/wire/messages drivers/wire/gpu drivers/files drivers/protocol drivers/placement

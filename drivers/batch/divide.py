@@ -23,11 +23,9 @@ from pippy.drivers.batch.specs import (
     specs_of_items,
     unsuitable_spec,
 )
-from pippy.ir.base.brief import brief, some
-from pippy.ir.base.checked import check_count
-from pippy.ir.base.readable import count_with_noun, listed
-from pippy.ir.base.sparse_tensors import has_rows
-from pippy.ir.base.trees import describe, leaves, map_tensors, tensors, with_children
+from pippy.ir.base.public_calls import check_count
+from pippy.ir.base.readable import brief, count_with_noun, listed, some
+from pippy.ir.base.trees import describe, has_rows, leaves, map_tensors, tensors, with_children
 
 
 def divide(

@@ -7,11 +7,10 @@ from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.columns import loaded_columns
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.division import Division
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import GuardError
+from pippy.ir.base.readable import brief
 from pippy.ir.call.signature import bind, call_signature, check_guards
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.run.functions import cut_into
 
 
 def divide_call(
@@ -82,8 +81,7 @@ def failed_guard(compiled: Compiled, division: Division, microbatch: int | None 
     chosen = {(size, chunk % division.slices): chunk for chunk, size in sizes}.values()
     for chunk in chosen if microbatch is None else (microbatch,):
         try:
-            with cut_into(division.chunks, division.rows):
-                check_guards(compiled, {name: division.take(name, chunk) for name in names})
+            check_guards(compiled, {name: division.take(name, chunk) for name in names})
         except GuardError as error:
             rows = division.rows_shown(chunk)
             sized = f"\nThese are the sizes of micro-batch {chunk}, which has {rows}" if rows else ""

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from pippy.ir.base.sparse_tensors import narrow
-from pippy.ir.base.trees import children, leaves, map_tensors, tensors, with_children
+from pippy.ir.base.trees import children, leaves, map_tensors, narrow, tensors, with_children
 
 
 @dataclass(frozen=True, eq=False)

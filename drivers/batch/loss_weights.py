@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.division import CutTensor, Division
-from pippy.ir.base.brief import brief
-from pippy.ir.base.sparse_tensors import is_sparse
-from pippy.ir.base.trees import describe
+from pippy.ir.base.readable import brief
+from pippy.ir.base.trees import describe, is_sparse
 from pippy.ir.loss.loss_function import FunctionLoss
 
 _COUNTING_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss)

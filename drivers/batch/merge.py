@@ -33,9 +33,8 @@ from pippy.drivers.batch.specs import (
     specs_of_items,
     unsuitable_spec,
 )
-from pippy.ir.base.brief import brief
-from pippy.ir.base.sparse_tensors import cat, equal, narrow
-from pippy.ir.base.trees import children, describe, leaves, with_children
+from pippy.ir.base.readable import brief
+from pippy.ir.base.trees import cat, children, describe, equal, leaves, narrow, with_children
 
 
 def merge_outputs(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.specs import MicroBatches
-from pippy.ir.base.brief import some
+from pippy.ir.base.readable import some
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.base.trees import describe, leaves, tensors
 from pippy.ir.cut.constraints import OUT_OF_FORWARD

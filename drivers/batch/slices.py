@@ -24,9 +24,8 @@ from pippy.drivers.batch.division import CutTensor, Division, SlicedTensor, for_
 from pippy.drivers.batch.loss_weights import IGNORED
 from pippy.drivers.batch.merge import LOSS_PLACE
 from pippy.drivers.batch.specs import MicroBatches
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import SliceError
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.readable import brief, count_with_noun
 from pippy.ir.base.trees import children, describe, with_children
 from pippy.ir.call.signature import bind
 from pippy.ir.record.compiled import Compiled

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import MicrobatchError
-from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import children, describe, item_names, steps
 from pippy.ir.call.kinds import InPieces
 

@@ -33,7 +33,7 @@ from pippy.drivers.plan.choice.problem import Problem
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.recompute import Checkpoint
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 _log = logging.getLogger(__name__)
 

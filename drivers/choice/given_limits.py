@@ -16,7 +16,7 @@ from pippy.drivers.plan.choice.unfit import unfit
 from pippy.drivers.plan.cost.held_bytes import PipeBytes
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.language.placement import Placement
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 
 class GivenLimits:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from pippy.ir.base.names import named_state
-from pippy.ir.base.sparse_tensors import is_sparse
-from pippy.ir.base.trees import map_tensors
+from pippy.ir.base.trees import is_sparse, map_tensors
 
 _TIMES = 30.0  # the noise
 _MOST = 1e-2  # of the size: what moves more by another order depends on the order

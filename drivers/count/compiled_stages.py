@@ -10,11 +10,10 @@ from torch import fx
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.call.signature import bind
-from pippy.ir.halves.joint import storage_of
+from pippy.ir.halves.joint import storage_of, value_bytes
 from pippy.ir.halves.pieces import Piece, Pieces
-from pippy.ir.halves.smallest_cut import value_bytes
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.record.nodes import forward_nodes, map_nodes
+from pippy.ir.record.compiled import forward_nodes, map_nodes
 from pippy.ir.show.shapes import propagate_values, unknown_in
 
 

@@ -6,8 +6,7 @@ from functools import cached_property
 
 from pippy.drivers.plan.cost.held_bytes import Held, HeldBytes, PipeBytes, held_bytes, lowered_program
 from pippy.drivers.plan.language.program import Program
-from pippy.ir.base.readable import bytes_text
-from pippy.ir.show.tables import html_table, text_table
+from pippy.ir.base.readable import bytes_text, html_table, text_table
 
 
 @dataclass(frozen=True)

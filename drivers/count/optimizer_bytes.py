@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.worker.measure.live_storages import LiveStorages
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 from pippy.ir.base.without_dynamo import DispatchMode
 
 Group = tuple[Sequence[torch.Tensor], Mapping[str, Any]]  # parameters, and their options

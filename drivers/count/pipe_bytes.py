@@ -47,13 +47,12 @@ from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.names import stage_index
-from pippy.ir.base.sparse_tensors import plain_parts
-from pippy.ir.base.trees import map_tensors, tensors
-from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.base.trees import map_tensors, plain_parts, tensors
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.run.batch_norm import StepStatistics
+from pippy.ir.run.in_place import Snapshot
+from pippy.ir.run.key_value_cache import SliceCache
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.run.slice_cache import SliceCache
-from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 if TYPE_CHECKING:

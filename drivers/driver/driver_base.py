@@ -70,13 +70,10 @@ from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
 from pippy.ir.base import source
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_amount
-from pippy.ir.base.public_calls import placing_words
-from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.public_calls import check_amount, placing_words
+from pippy.ir.base.readable import brief, count_with_noun, html_table, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_changes, follow_training_flags, watch_of
 from pippy.ir.show.content import content_of, table_cells
-from pippy.ir.show.tables import html_table
 
 _log = logging.getLogger(__name__)
 

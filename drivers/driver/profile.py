@@ -27,8 +27,8 @@ from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.worker.measure.profiler import is_profiled
 from pippy.drivers.worker.measure.recorder import clock
 from pippy.ir.base import source
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_flag
+from pippy.ir.base.public_calls import check_flag
+from pippy.ir.base.readable import brief
 
 Event = dict[str, Any]
 _log = logging.getLogger(__name__)

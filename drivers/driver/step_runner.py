@@ -39,9 +39,9 @@ from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import batch_size
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count
 from pippy.ir.base.errors import PippyError
+from pippy.ir.base.public_calls import check_count
+from pippy.ir.base.readable import brief
 from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.other_graphs import OtherGraph, sliced
 from pippy.ir.pipe import Pipe, compiled_of, given_in_example

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_amount, check_count
+from pippy.ir.base.public_calls import check_amount, check_count
+from pippy.ir.base.readable import brief
 
 PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
 

@@ -16,8 +16,7 @@ from pippy.drivers.engines.engine import Engine
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
 from pippy.drivers.session.session import Session
-from pippy.ir.base.readable import count_with_noun, shortened
-from pippy.ir.show.tables import html_table
+from pippy.ir.base.readable import count_with_noun, html_table, shortened
 
 _log = logging.getLogger(__name__)
 

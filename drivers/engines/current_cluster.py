@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.cluster import Cluster, entered_clusters
 from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 _opened: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Cluster]]" = (
     weakref.WeakKeyDictionary()

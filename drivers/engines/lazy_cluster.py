@@ -11,7 +11,7 @@ from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.cluster import Cluster
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 
 @dataclass

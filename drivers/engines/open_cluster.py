@@ -14,8 +14,8 @@ from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.ray.ray_cluster import ray_cluster
 from pippy.drivers.engines.torchrun.torchrun import torchrun_cluster
-from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.readable import brief
 
 ENGINES = ("local", "torchrun", "ray")
 # Options that some engines take and others do not; with what to write for the first, and instead of the second.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pippy.ir.show.tables import html_table, text_table
+from pippy.ir.base.readable import html_table, text_table
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, damag
 from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.drivers.files.safetensors_files import StoredTensor, read_header
 from pippy.drivers.files.synced_files import check_hash, read_file, regular_size
-from pippy.ir.base.compiled_modules import original_of
+from pippy.ir.base.compiling import original_of
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import shortened
 

@@ -28,7 +28,7 @@ import torch
 
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.synced_files import read_file, regular_size
-from pippy.ir.base.checked import is_whole
+from pippy.ir.base.public_calls import is_whole
 from pippy.ir.base.readable import shortened
 from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import RandomState

@@ -27,8 +27,8 @@ from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.names import stage_name
 from pippy.ir.compile import compile_traced
-from pippy.ir.cut.cut_alike import copied_parameters, held_tensors, mark_alike
 from pippy.ir.cut.params import MultiUseParameterConfig
+from pippy.ir.cut.uses import copied_parameters, held_tensors, mark_alike
 from pippy.ir.pipe import Pipe, model_of
 from pippy.ir.request import Request
 from pippy.ir.trace.language_models import check_can_generate, trace_generation

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from pippy.drivers.protocol.programs import Generate, Generated, Sampling
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count, check_flag, is_whole
 from pippy.ir.base.errors import GenerationError
+from pippy.ir.base.public_calls import check_count, check_flag, is_whole
+from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import describe
 
 # Settings of a generation_config that change which tokens come, and the values with which they change nothing.

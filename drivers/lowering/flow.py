@@ -19,8 +19,7 @@ from torch import fx
 
 from pippy.drivers.base.errors import LoweringError
 from pippy.ir.base.names import LOSS, stage_index
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import flat_inputs, is_getitem, output_items, seeded
+from pippy.ir.record.compiled import Compiled, flat_inputs, is_getitem, output_items, seeded
 from pippy.ir.run.stage_backward import stage_backward
 
 TOGETHER = "together"  # a call that is not in the graph: it gives several values as one, or the values in such a one

@@ -14,9 +14,9 @@ from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.drivers.plan.proofs.validate import validate
 from pippy.ir.base.names import stage_index
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 from pippy.ir.verify.verify import check_rules
 
 

@@ -21,8 +21,8 @@ from pippy.drivers.model.state.saving import Saving
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.step_numbers import checked_numbers
-from pippy.ir.base.near_names import near_names
 from pippy.ir.base.public_calls import placing_words, refuse_words
+from pippy.ir.base.readable import near_names
 from pippy.ir.pipe import Pipe, compiled_of, model_of
 from pippy.ir.record.model_watch import ModelWatch
 

@@ -23,10 +23,10 @@ from pippy.drivers.protocol.state import (
     WorkerState,
 )
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
-from pippy.ir.base.brief import brief
-from pippy.ir.base.compiled_modules import original_of
+from pippy.ir.base.compiling import original_of
 from pippy.ir.base.names import LOSS, named_state
-from pippy.ir.loss.loss_wrappers import LossWrapper
+from pippy.ir.base.readable import brief
+from pippy.ir.loss.loss_function import LossWrapper
 from pippy.ir.pipe import Pipe, models_of
 from pippy.ir.record.model_watch import ModelWatch
 

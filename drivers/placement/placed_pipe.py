@@ -23,12 +23,11 @@ from pippy.drivers.protocol.steps import StageFlags, StageSettings
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state, stage_index
 from pippy.ir.pipe import Pipe
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.compiled import Compiled, map_nodes
 from pippy.ir.record.reached import reached_by
-from pippy.ir.run.gradient_hooks import GradientHooks
+from pippy.ir.run.copies import GradientHooks
+from pippy.ir.run.in_place import get_tensor
 from pippy.ir.run.key_value_cache import extended_cache
-from pippy.ir.run.shared_tensors import get_tensor
 
 
 class PlacedPipe:

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.base import source
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.base.readable import aligned_lines
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.show.tables import aligned_lines
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.base.errors import DriverError
-from pippy.ir.base.brief import brief
-from pippy.ir.base.near_names import did_you_mean
-from pippy.ir.base.readable import shortened
+from pippy.ir.base.readable import brief, did_you_mean, shortened
 
 GRAPHS, INDUCTOR = "graphs", "inductor"
 _FORMS = 8  # as many as torch.compile compiles of a function

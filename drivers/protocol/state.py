@@ -14,7 +14,7 @@ from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.commands import NeedsPeers, others_in
 from pippy.drivers.wire.pickling import Pickled
 from pippy.ir.base.trees import tensors
-from pippy.ir.run.gradient_hooks import GradientHooks
+from pippy.ir.run.copies import GradientHooks
 
 # Where a worker has tensors of the model, and making them.
 

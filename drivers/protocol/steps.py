@@ -10,7 +10,7 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.state import TensorLocation, WorkerHooks
 from pippy.drivers.wire.pickling import Pickled
-from pippy.ir.run.keyed_draws import RandomStep
+from pippy.ir.run.random_state import RandomStep
 
 
 @dataclass(frozen=True, eq=False)

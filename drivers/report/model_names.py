@@ -8,8 +8,7 @@ from torch import fx
 
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.node_notes import MODULE_PATH
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import is_getitem
+from pippy.ir.record.compiled import Compiled, is_getitem
 
 GRADIENT = "_grad_from_"  # between the name of a value and the stage that its gradient comes from
 SHOWN_RUNS = 3  # runs of modules that are written out

@@ -17,9 +17,8 @@ from pippy.drivers.report.findings import findings
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
 from pippy.drivers.report.page import page
 from pippy.drivers.report.step_data import UNKNOWN_SIZE, BatchSize, StepData
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.public_calls import check_count
+from pippy.ir.base.readable import brief, count_with_noun
 
 NOTHING_RECORDED = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from pippy.ir.base.terminals import is_muted, redraws
+from pippy.ir.base.logs import is_muted, redraws
 
 _LONGEST = 78
 

@@ -9,7 +9,7 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.trees import describe
-from pippy.ir.run.keyed_draws import RandomStep
+from pippy.ir.run.random_state import RandomStep
 
 
 @dataclass(frozen=True)

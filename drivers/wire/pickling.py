@@ -35,8 +35,7 @@ from torch.nn.utils import parametrize
 
 from pippy.drivers.base.errors import PackingError
 from pippy.drivers.wire import script_objects
-from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
-from pippy.ir.base.trees import describe
+from pippy.ir.base.trees import describe, form_and_parts, from_parts, is_sparse
 from pippy.ir.record.reached import is_own_code, reached_by
 
 Ids = Collection[int]

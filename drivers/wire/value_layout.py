@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.ir.base.sparse_tensors import SparseForm, form_and_parts, from_parts, is_sparse
-from pippy.ir.base.trees import children, map_leaves
+from pippy.ir.base.trees import SparseForm, children, form_and_parts, from_parts, is_sparse, map_leaves
 
 ALIGNMENT = 64
 _CONSTANTS = frozenset({type(None), bool, torch.dtype, torch.device})

@@ -93,11 +93,10 @@ from pippy.drivers.worker.state.state_writer import StateWriter
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials, normalizes_by_batches
 from pippy.ir.base.trees import map_tensors, tensors
-from pippy.ir.batch_norm.step_statistics import StepStatistics
-from pippy.ir.run.functions import cut_into
-from pippy.ir.run.keyed_draws import draw_from_torch
+from pippy.ir.run.batch_norm import StepStatistics
+from pippy.ir.run.in_place import get_tensor
 from pippy.ir.run.may_draw import Draws
-from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.run.random_state import draw_from_torch
 
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
@@ -314,7 +313,6 @@ class DriverState:
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
         prepared = 0 if self.graphs is None else self.graphs.prepared
         with ExitStack() as stack:
-            stack.enter_context(cut_into(step.inputs.chunks, step.inputs.rows))
             stack.enter_context(random)
             stack.enter_context(unchanged)
             if not self.hooks_looked_at and trial is None:

@@ -20,8 +20,8 @@ from pippy.drivers.worker.slices import SliceCaches
 from pippy.drivers.worker.step_context import StepContext, is_number
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import map_tensors
-from pippy.ir.run.keyed_draws import DrawKey, RandomStep, set_draw_key
 from pippy.ir.run.may_draw import Draws
+from pippy.ir.run.random_state import DrawKey, RandomStep, set_draw_key
 
 
 class Watcher(Protocol):

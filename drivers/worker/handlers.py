@@ -9,7 +9,7 @@
     send, receive, free      move and drop values, by name and micro-batch
     add                      adds a gradient of a value to another one
     send gradients, reduce, send sum, and what receives      add up the gradients of copies: gradient_sums.py
-    send notes, receive notes                                of batch norms that count all replicas: step_statistics.py
+    send notes, receive notes                                of batch norms that count all replicas: batch_norm.py
 
 A computation is one or more calls, of its stage and of `_loss`, and each has a handler of its own.
 """
@@ -29,10 +29,9 @@ from pippy.drivers.worker.step_context import Key, StepContext
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import describe, map_tensors
-from pippy.ir.run.keyed_draws import set_draw_key
-from pippy.ir.run.opaque_values import check_opaque_leaves
+from pippy.ir.run.random_state import set_draw_key
 from pippy.ir.run.stage_backward import add_gradients, loss_inside, weighted
-from pippy.ir.run.stage_run import as_leaf
+from pippy.ir.run.stage_run import as_leaf, check_opaque_leaves
 
 
 def computation(

@@ -14,7 +14,7 @@ from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import unpickle
-from pippy.ir.run.keyed_draws import draw_from_torch
+from pippy.ir.run.random_state import draw_from_torch
 
 GraphStages = Mapping[str, nn.Module]
 

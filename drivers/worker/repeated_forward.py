@@ -20,9 +20,8 @@ from torch import nn
 from pippy.drivers.compare.alike import norms_are_still
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
-from pippy.ir.run.computed_again import said
-from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
-from pippy.ir.run.snapshot import Snapshot
+from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before, said
+from pippy.ir.run.in_place import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 RunStage = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves

@@ -7,7 +7,7 @@ import torch
 
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.stage_runs import AutogradRun, Run
-from pippy.ir.run.slice_cache import MadeForLater, SliceCache, roots
+from pippy.ir.run.key_value_cache import MadeForLater, SliceCache, roots
 
 
 class SliceCaches:

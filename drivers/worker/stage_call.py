@@ -13,8 +13,14 @@ from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.drivers.worker.stage_runs import AutogradRun, Run
-from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
-from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, input_versions
+from pippy.ir.run.in_place import (
+    NamedInputs,
+    apart_from,
+    check_inputs,
+    check_unchanged,
+    input_versions,
+    memory_of_layers,
+)
 from pippy.ir.run.may_draw import Draws, drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
 

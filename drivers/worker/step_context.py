@@ -15,8 +15,8 @@ from pippy.drivers.worker.repeated_forward import Kept
 from pippy.drivers.worker.slices import SliceCaches
 from pippy.drivers.worker.stage_runs import Run
 from pippy.ir.base.trees import map_tensors
-from pippy.ir.batch_norm.step_statistics import StepStatistics
-from pippy.ir.run.keyed_draws import DrawKey, RandomStep
+from pippy.ir.run.batch_norm import StepStatistics
+from pippy.ir.run.random_state import DrawKey, RandomStep
 
 Key = tuple[str, int]  # a value, by its name and micro-batch
 

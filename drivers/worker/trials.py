@@ -16,7 +16,7 @@ from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import RunTrial, StepResult, TrialResult
 from pippy.drivers.worker.gradients.gradient_sums import Gradient
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
-from pippy.ir.run.snapshot import snapshot_of_buffers
+from pippy.ir.run.in_place import snapshot_of_buffers
 
 
 class Trials:

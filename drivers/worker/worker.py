@@ -26,8 +26,7 @@ from pippy.drivers.worker.log_handler import LogHandler
 from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
-from pippy.ir.base.errors import GuardError, PippyError
-from pippy.ir.base.shown_errors import shows_all
+from pippy.ir.base.errors import GuardError, PippyError, shows_all
 
 _log = logging.getLogger(__name__)
 

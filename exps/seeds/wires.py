@@ -12,7 +12,7 @@ from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.record import RecordedStep
 from pippy.ir.base.names import LOSS
 from pippy.ir.pipe import compiled_of
-from pippy.ir.record.nodes import in_backward_pass
+from pippy.ir.record.compiled import in_backward_pass
 
 
 class _Sizes(fx.Interpreter):

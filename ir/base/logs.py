@@ -1,13 +1,14 @@
-"""The logger ``pippy``, which the loggers of all files pass their records to, and PIPPY_LOG, which sets its level.
+"""What pippy writes by the way: the records of its logger, and bars of progress.
 
-As a library, pippy leaves it to the script what becomes of records. But where PIPPY_LOG is set and the script has no handler,
-they are written to standard error.
+The loggers of all files pass their records to the logger ``pippy``, whose level PIPPY_LOG sets. As a library, pippy leaves it
+to the script what becomes of records. But where PIPPY_LOG is set and the script has no handler, they are written to standard
+error. Bars follow the conventions of tqdm.
 """
 
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from pippy.ir.base.errors import PippyError
 
@@ -46,3 +47,17 @@ def set_up_logging() -> None:
         raise PippyError(f"PIPPY_LOG={level}: give one of {', '.join(_LEVELS)}, or unset it")
     LOGGER.setLevel(level.upper())
     LOGGER.addHandler(ForScriptsWithout())
+
+
+def is_muted() -> bool:
+    """Whether the user wants no progress at all: TQDM_DISABLE is set."""
+    return bool(os.environ.get("TQDM_DISABLE"))
+
+
+def redraws(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that can write a line anew.
+
+    >>> redraws(None)
+    False
+    """
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"

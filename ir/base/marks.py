@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.ir.base.brief import brief
-from pippy.ir.base.compiled_modules import original_of
+from pippy.ir.base.compiling import original_of
 from pippy.ir.base.errors import MarkError
-from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.node_notes import SourceLine
 from pippy.ir.base.public_calls import placing_words
-from pippy.ir.base.source_line import SourceLine
+from pippy.ir.base.readable import brief, did_you_mean
 
 _ATTRIBUTE = "_pippy_split_points"
 _OPERATOR = "pippy_marks::pipe_split"

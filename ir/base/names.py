@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import NameLookupError
-from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.readable import brief, did_you_mean
 
 LOSS = "_loss"
 _STAGE = re.compile(r"submod_(\d+)")

@@ -21,15 +21,40 @@ Nothing else reads or writes `node.meta` (tests/ir/test_node_notes.py). The node
     STACK_TRACE      torch.export                the front end of exported programs
 """
 
+import linecache
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
 
-from pippy.ir.base.source_line import SourceLine
-
 NoteContent = TypeVar("NoteContent")
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the user's code.
+
+    >>> str(SourceLine("net.py", 3, "forward"))
+    'net.py:3, in forward'
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+    @property
+    def code(self) -> str:
+        """The text of the line; empty if it cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def excerpt(self) -> str:
+        """Two lines for an error message: the place and the code."""
+        return f"  {self}" + (f"\n    {self.code}" if self.code else "")
 
 
 class NodeNote(Generic[NoteContent]):

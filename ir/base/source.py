@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from pippy.ir.base.errors import PippyWarning
-from pippy.ir.base.node_notes import MODULE_PATH, SOURCE
-from pippy.ir.base.source_line import SourceLine
+from pippy.ir.base.node_notes import MODULE_PATH, SOURCE, SourceLine
 
 _PIPPY = Path(__file__).parents[2]
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))

@@ -19,7 +19,7 @@ from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from pippy.ir.base.compile_stance import compile_stance, forced_backend, in_stance
+from pippy.ir.base.compiling import compile_stance, forced_backend, in_stance
 
 _C: Any = torch._C
 _checkpoint: Any = torch.utils.checkpoint
@@ -231,11 +231,7 @@ TABLE: tuple[ProcessSetting | Entered | Refused, ...] = (
     Refused("torch.autograd.graph.saved_tensors_hooks, save_on_cpu", _saved_tensors_hooks, _IN_PIPE),
     Refused("a TorchFunctionMode", _function_modes, _IN_PIPE),
     Refused("a TorchDispatchMode", _C._len_torch_dispatch_stack, _IN_PIPE),
-    Refused(
-        "a transform of torch.func",
-        lambda: _C._functorch.peek_interpreter_stack() is not None,
-        _IN_MODEL,
-    ),
+    Refused("a transform of torch.func", lambda: _C._functorch.peek_interpreter_stack() is not None, _IN_MODEL),
     Refused(
         "torch.nn.modules.module.register_module_forward_hook and its like",
         global_hooks,

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.base.brief import some
 from pippy.ir.base.errors import GuardError, InputError
 from pippy.ir.base.public_calls import hints, misfits
+from pippy.ir.base.readable import some
 from pippy.ir.base.trees import describe
 from pippy.ir.call.guards import Guards
 

@@ -30,12 +30,12 @@ from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import stage_name
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
-from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
-from pippy.ir.cut.uses import TensorUses, is_constant, operations, running_statistics, uses_of_tensors
+from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, TensorUses, config_by_tensor
+from pippy.ir.cut.uses import is_constant, operations, running_statistics, uses_of_tensors
 from pippy.ir.cut.ways import inner_gradients
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
-from pippy.ir.run.shared_tensors import memory_of
+from pippy.ir.run.in_place import memory_of
 
 OUT_OF_FORWARD = (
     "; or take the change out of forward, and make it between steps, in this process: driver.copy_to(model), the change, "

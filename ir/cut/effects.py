@@ -1,4 +1,4 @@
-"""Which nodes change a tensor in place, and whose tensor that is.
+"""What operations do besides giving their result: they change tensors in place, and they draw random numbers.
 
 Between stages a value is a copy: what one stage changes in place, no other stage sees. The plain model may rely on
 seeing it; so every in-place operation is found before the model is cut.
@@ -8,9 +8,17 @@ seeing it; so every in-place operation is found before the model is cut.
     an operation that is known               ir/base/operations.py
     the end of a checkpointed part           its result is what the part returns
     anything else, a module of the user's    nobody: the result may be a view of every argument. What it changes is found
-      own among them                           when it runs: see ir/run/given_inputs.py
+      own among them                           when it runs: see ir/run/in_place.py
+
+An operation that may draw has a name in the model, which it keeps wherever the model is cut:
+
+    layers.0.dropout          the call of this module
+    layers.0.dropout#1        the second call of it
+    layers.0:dropout          the first call of a function `dropout` in the forward of layers.0
+    layers.0:dropout#1        the second one
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +27,20 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from pippy.ir.base.operations import Effect, changed_by_name, effect_of, module_changes, module_shares
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.base.node_notes import DRAWS, MODULE_PATH
+from pippy.ir.base.operations import (
+    Effect,
+    changed_by_name,
+    drops_nothing,
+    effect_of,
+    module_changes,
+    module_shares,
+    name_of,
+)
+from pippy.ir.record.compiled import Traced
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
+from pippy.ir.run.may_draw import Draws, function_draws, method_draws, module_draws
 
 Roots = dict[fx.Node, tuple[fx.Node, ...]]
 
@@ -94,3 +113,36 @@ def _is_of_torch(module: nn.Module) -> bool:
 def _is_parameter(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
     """Whether a node gets a parameter. None is changed through an unknown function's view of it: autograd forbids that."""
     return node.op == "get_attr" and isinstance(attributes[str(node.target)], nn.Parameter)
+
+
+def name_draws(traced: Traced) -> None:
+    """Note at each node that may draw, its name and whether Python's generators are meant too."""
+    counts = Counter[str]()
+    for node in traced.graph.nodes:
+        draws = _draws(node, traced.attributes)
+        if draws is not Draws.NOTHING:
+            name = _name(node)
+            number = counts[name]
+            counts[name] += 1
+            DRAWS.put(node, (f"{name}#{number}" if number else name, draws is Draws.PYTHONS_TOO))
+
+
+def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> Draws:
+    if is_begin(node) or is_end(node) or _is_never(node):
+        return Draws.NOTHING
+    if node.op == "call_module":
+        return module_draws(attributes[str(node.target)])
+    if node.op == "call_method":
+        return method_draws(str(node.target))
+    return function_draws(node.target) if node.op == "call_function" and callable(node.target) else Draws.NOTHING
+
+
+def _is_never(node: fx.Node) -> bool:
+    """Whether a node is a dropout of nothing."""
+    return node.op == "call_function" and drops_nothing(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return f"{MODULE_PATH.of(node)}:{name_of(node.target)}"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.names import first_names, stage_name, unknown_name
+from pippy.ir.base.readable import brief
 
 
 class MultiUseParameterConfig(Enum):
@@ -33,35 +33,34 @@ MultiUseParamSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConf
 
 
 @dataclass
-class SharedTensor:
-    """A tensor of the model and the stages that use it: by its name in the code, or inside a leaf module."""
+class TensorUses:
+    """What uses a tensor, by its name or as a leaf module that holds it: the numbers of operations, or of stages."""
 
     name: str
     tensor: torch.Tensor
-    by_name: set[int] = field(default_factory=set)
-    by_leaf: set[int] = field(default_factory=set)
+    by_name: list[int] = field(default_factory=list)
+    by_leaf: list[int] = field(default_factory=list)
 
     @property
-    def stages(self) -> list[int]:
-        return sorted(self.by_name | self.by_leaf)
+    def all(self) -> list[int]:
+        """The numbers of both kinds, each once, in their order; none for a tensor that the forward does not use."""
+        return sorted({*self.by_name, *self.by_leaf})
 
     @property
     def can_travel(self) -> bool:
         """Whether the first stage that uses it can send it to the others as a value."""
-        return self.by_leaf <= set(self.stages[:1])
+        return set(self.by_leaf) <= set(self.all[:1])
 
 
 @dataclass
 class Sharing:
     """How the tensors that several stages use are shared. Keys are ids of the model's tensors."""
 
-    transmitted: dict[int, SharedTensor] = field(default_factory=dict)
-    replicated: dict[int, SharedTensor] = field(default_factory=dict)
+    transmitted: dict[int, TensorUses] = field(default_factory=dict)
+    replicated: dict[int, TensorUses] = field(default_factory=dict)
 
 
-def decide(
-    model: nn.Module, used: Iterable[SharedTensor], changed: Collection[int], spec: MultiUseParamSpec
-) -> Sharing:
+def decide(model: nn.Module, used: Iterable[TensorUses], changed: Collection[int], spec: MultiUseParamSpec) -> Sharing:
     """Decide for each tensor that several stages use how they share it.
 
     The constraints on the cuts were checked before. ``changed`` has the ids of the tensors that the graph changes in
@@ -71,7 +70,7 @@ def decide(
     sharing = Sharing()
     for shared in used:
         key = id(shared.tensor)
-        if len(shared.stages) < 2:
+        if len(shared.all) < 2:
             continue
         if key not in changed and isinstance(shared.tensor, nn.Parameter):
             copied = is_to_replicate(config.get(key), spec) or not shared.can_travel
@@ -117,7 +116,7 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
     """The copies of replicated tensors in each stage. The first stage that uses a tensor has no copy, but the tensor."""
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
-        for stage in shared.stages[1:]:
+        for stage in shared.all[1:]:
             copies.setdefault(stage, {})[key] = replica_of(shared.tensor)
     return copies
 
@@ -136,6 +135,6 @@ def replicated_names(
     names = {stage: first_names(module) for stage, module in stages.items()}
     groups = []
     for key, shared in sharing.replicated.items():
-        held = {stage: copies.get(stage, {}).get(key, shared.tensor) for stage in shared.stages}
+        held = {stage: copies.get(stage, {}).get(key, shared.tensor) for stage in shared.all}
         groups.append({stage_name(stage): names[stage][id(tensor)] for stage, tensor in held.items()})
     return groups

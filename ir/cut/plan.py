@@ -18,12 +18,12 @@ from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import stage_name
 from pippy.ir.base.node_notes import STAGE
 from pippy.ir.base.source import excerpt_of
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.constraints import check_constraints
 from pippy.ir.cut.effects import Mutation, Roots, find_mutations
-from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
-from pippy.ir.cut.uses import TensorUses, is_constant, is_operation, operations, uses_of_tensors
-from pippy.ir.record.traced import Traced
+from pippy.ir.cut.params import MultiUseParamSpec, Sharing, TensorUses, decide
+from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
+from pippy.ir.record.compiled import Traced
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 
 
 @dataclass
@@ -51,7 +51,7 @@ class CutPlan:
     same: dict[fx.Node, fx.Node]
     mutations: list[Mutation]
     roots: Roots
-    used: dict[int, SharedTensor]
+    used: dict[int, TensorUses]
 
     @property
     def output(self) -> Any:
@@ -124,16 +124,16 @@ def stage_of(node: fx.Node) -> int | None:
     return STAGE.get(node)
 
 
-def _used_tensors(traced: Traced, stages: int) -> dict[int, SharedTensor]:
+def _used_tensors(traced: Traced, stages: int) -> dict[int, TensorUses]:
     stage = [STAGE.of(node) for node in operations(traced)]
     used = {
-        key: SharedTensor(uses.name, uses.tensor, {stage[i] for i in uses.by_name}, {stage[i] for i in uses.by_leaf})
+        key: TensorUses(uses.name, uses.tensor, [stage[i] for i in uses.by_name], [stage[i] for i in uses.by_leaf])
         for key, uses in uses_of_tensors(traced).items()
     }
     for node in traced.graph.output_node().all_input_nodes:
         if node.op == "get_attr":  # the first stage that uses it returns it, or else the last stage
             shared = used[id(traced.attributes[str(node.target)])]
-            shared.by_name.add(min(shared.stages, default=stages - 1))
+            shared.by_name.append(min(shared.all, default=stages - 1))
     return used
 
 
@@ -157,7 +157,7 @@ def _connect_stages(plan: CutPlan) -> None:
                     _send(plan, value, stage)
     for value in plan.traced.graph.output_node().all_input_nodes:
         if value.op == "get_attr":
-            owner = plan.used[id(plan.tensor_of(value))].stages[0]
+            owner = plan.used[id(plan.tensor_of(value))].all[0]
             plan.stages[owner].outputs[plan.same[value]] = None
         elif value.op != "placeholder":
             plan.stages[STAGE.of(value)].outputs[value] = None
@@ -165,8 +165,8 @@ def _connect_stages(plan: CutPlan) -> None:
     for stage in plan.stages:
         for value in parameters[stage.index]:
             shared = plan.sharing.transmitted.get(id(plan.tensor_of(value)))
-            if shared is not None and shared.stages[0] != stage.index:
-                plan.stages[shared.stages[0]].outputs[value] = None
+            if shared is not None and shared.all[0] != stage.index:
+                plan.stages[shared.all[0]].outputs[value] = None
                 stage.inputs[value] = None
 
 

@@ -26,13 +26,11 @@ from pippy.ir.base.node_notes import (
 from pippy.ir.cut.effects import Roots
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.traced import Traced
-from pippy.ir.record.wiring import ValueName, Wiring
+from pippy.ir.record.compiled import Compiled, Traced, ValueName, Wiring
 from pippy.ir.run.checkpointed_parts import fetch_before_parts, is_begin, is_end
 from pippy.ir.run.functions import own_copy, set_grad_mode
 from pippy.ir.run.graph_module import PipeGraphModule, empty_graph_module, install
-from pippy.ir.run.keyed_draws import draw_key, seed_draws
+from pippy.ir.run.random_state import draw_key, seed_draws
 
 
 def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
@@ -273,9 +271,6 @@ def _unpacked(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node]) -> dict[fx
 #     a parameter or buffer that travels       the stage that owns it has it
 #     a value that a later stage also uses     or the caller gets; or a view of it
 #     a value and a view of it                 the stage is given two copies, and changes one
-
-
-NamedInput = tuple[int, str]  # the number and the name of a stage's input
 
 
 def seen_inputs(values: Sequence[fx.Node], stage: int, roots: Roots) -> list[int]:

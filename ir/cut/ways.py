@@ -21,8 +21,8 @@ from pippy.ir.base.node_notes import GRADIENTS_OFF, NO_GRADIENT
 from pippy.ir.base.operations import name_of
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import operations, uses_of_tensors
+from pippy.ir.record.compiled import Traced
 from pippy.ir.record.reached import names_of, reached_by
-from pippy.ir.record.traced import Traced
 
 Nodes = list[fx.Node]
 _NO_GRADIENT = frozenset(

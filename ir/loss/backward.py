@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import ancestors, flat_inputs, output_items
+from pippy.ir.record.compiled import Compiled, ancestors, flat_inputs, output_items
 from pippy.ir.run.stage_backward import SEED, stage_backward
 
 

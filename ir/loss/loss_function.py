@@ -8,6 +8,10 @@ submod_0 = submod_0(x)                 submod_0 = submod_0(x)
 submod_1 = submod_1(submod_0)          submod_1 = submod_1(submod_0)
                                        _loss = _loss(submod_1, target)
 return submod_1                        return _loss
+
+A loss that needs more than (output, target) is a part of the model: a `LossWrapper`.
+
+The user gives the target by its name, so no operation may have this name, or that of the loss: `reserve_names`.
 """
 
 import copy
@@ -22,15 +26,47 @@ from pippy.ir.base.errors import LossError
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.surroundings import OwnFunctionMode
 from pippy.ir.base.trees import tensors
+from pippy.ir.call.signature import free_name
 from pippy.ir.cut.params import replica_of
 from pippy.ir.cut.uses import running_statistics
 from pippy.ir.cut.ways import names_gradients
-from pippy.ir.loss.loss_wrappers import LossWrapper
-from pippy.ir.record.compiled import Compiled, Loss
-from pippy.ir.record.nodes import flat_inputs
+from pippy.ir.record.compiled import Compiled, Loss, Traced, Wiring, flat_inputs
 from pippy.ir.record.reached import ModelTensors, reached_by
-from pippy.ir.record.wiring import Wiring
 from pippy.ir.run.graph_module import install
+
+
+class LossWrapper(nn.Module):
+    """A model and its loss as one module. Derive from it, and write a `forward` that calls both and returns the loss.
+
+    >>> class Regression(LossWrapper):
+    ...     def forward(self, x, target, weight):
+    ...         return weight * self.loss_fn(self.module(x), target)
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward; write a forward that calls self.module and self.loss_fn and "
+            "returns the loss, or use TrivialLossWrapper"
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """``loss_fn(module(x), targets)``, for a model with one input.
+
+    >>> import torch
+    >>> TrivialLossWrapper(nn.Identity(), nn.MSELoss())(torch.ones(2), torch.zeros(2))
+    tensor(1.)
+    """
+
+    loss_spec = True
+
+    def forward(self, x: Any, targets: Any) -> Any:
+        return self.loss_fn(self.module(x), targets)
 
 
 class FunctionLoss(nn.Module):
@@ -195,3 +231,12 @@ def _record(compiled: Compiled, name: str, local: str, is_parameter: bool) -> No
         group[LOSS] = local
     elif before:
         names.note_readers(name)
+
+
+def reserve_names(traced: Traced) -> None:
+    """Rename the nodes that have the names which the target and the loss will have."""
+    names = {node.name for node in traced.graph.nodes}
+    reserved = {traced.name_for_target(), LOSS}
+    for node in traced.graph.nodes:
+        if node.op != "placeholder" and node.name in reserved:
+            node.name = free_name(f"{node.name}_value", names)

@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import LossError
 from pippy.ir.base.names import stage_index
-from pippy.ir.loss.loss_wrappers import LossWrapper
+from pippy.ir.base.readable import brief
+from pippy.ir.loss.loss_function import LossWrapper
 from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.run.stage_backward import SEED
 

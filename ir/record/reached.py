@@ -28,8 +28,8 @@ from torch import fx, nn
 from pippy.ir.base import source
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.names import first_names, named_state
-from pippy.ir.run.gradient_hooks import GradientHooks
-from pippy.ir.run.shared_tensors import memory_of
+from pippy.ir.run.copies import GradientHooks
+from pippy.ir.run.in_place import memory_of
 
 NamedThere = frozenset[str] | None
 """The attributes that the code around an object names; None for all."""

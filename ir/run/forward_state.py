@@ -4,10 +4,13 @@
     run again       put that in the place of what is there now, run, put back what was there
 
 Tensors are exchanged, not written: a graph that has saved a buffer for its backward would find that it has changed.
+
+Layers of the user's own may ask which of both it is: `is_checkpointing`, `is_recomputing`.
 """
 
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.run.changing_tensors import is_of_torch
+from pippy.ir.run.in_place import Snapshot, is_of_torch
 from pippy.ir.run.random_state import RandomState
-from pippy.ir.run.snapshot import Snapshot
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
@@ -213,3 +215,55 @@ def _accessors(generator: Any) -> tuple[Any, Any]:
 
 def _same_state(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+
+
+class _Now(threading.local):
+    checkpointing = recomputing = False
+
+
+_now = _Now()
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward keeps its inputs only, and will be computed again (`checkpoint=` of a driver). For your own layers.
+
+    While a model is traced, this is refused: ask in a leaf module.
+
+    >>> is_checkpointing()
+    False
+    """
+    return is_now("checkpointing")
+
+
+def is_recomputing() -> bool:
+    """Whether this forward is computed again, for its backward (`checkpoint=` of a driver). For your own layers.
+
+    A layer that counts its calls should not count this one. While a model is traced, this is refused: ask in a leaf module.
+
+    >>> import torch
+    >>> class Counting(torch.nn.Module):
+    ...     calls = []
+    ...     def forward(self, x):
+    ...         if not is_recomputing():
+    ...             self.calls.append(len(x))
+    ...         return x
+    >>> Counting()(torch.zeros(3)).shape, Counting.calls
+    (torch.Size([3]), [3])
+    """
+    return is_now("recomputing")
+
+
+def is_now(what: str) -> bool:
+    """Whether a forward of this thread is that, "checkpointing" or "recomputing"."""
+    return getattr(_now, what)
+
+
+@contextmanager
+def said(name: str) -> Iterator[None]:
+    """Inside, a forward of this thread is that."""
+    before = getattr(_now, name)
+    setattr(_now, name, True)
+    try:
+        yield
+    finally:
+        setattr(_now, name, before)

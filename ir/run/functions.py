@@ -1,8 +1,12 @@
-"""Functions of pippy that the graphs of stages call."""
+"""Functions that the graphs of stages call: those of pippy, and those of the user's that a graph calls as a whole.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+The latter are custom autograd functions, with their backward, and scripted functions. torch.fx writes the name of a function
+into its code, so each `CalledFunction` has one. A scripted function travels as its code. In another process it is a scripted
+module, which is called alike.
+"""
+
+import copyreg
+import io
 from typing import Any
 
 import torch
@@ -10,17 +14,7 @@ import torch
 from pippy.ir.base.errors import GuardError, InputError
 from pippy.ir.base.trees import describe, map_tensors
 
-_CUT: ContextVar[tuple[int, int | None]] = ContextVar("cut", default=(1, None))
-
-
-@contextmanager
-def cut_into(microbatches: int, rows: int | None) -> Iterator[None]:
-    """A context in which stages run micro-batches, so many, of a mini-batch with so many rows. Errors advise accordingly."""
-    token = _CUT.set((microbatches, rows))
-    try:
-        yield
-    finally:
-        _CUT.reset(token)
+_OR_ONE = ", or run one micro-batch, chunks=1"  # a micro-batch then has the rows of the call
 
 
 def set_grad_mode(enabled: bool) -> bool:
@@ -63,8 +57,7 @@ def check_same(value: Any, other: Any, line: str = "") -> None:
 def check_fixed(value: Any, fixed: Any, line: str = "", rows: int | None = None) -> None:
     """Raise if a value is not what it was while forward was traced, and Python asked for it.
 
-    A value that depends on the number of ``rows`` says how many the example had. No other example makes a micro-batch do what
-    the whole mini-batch does.
+    A value that depends on the number of ``rows`` says how many the example had.
 
     >>> check_fixed(3, 3)
     >>> check_fixed(4, 3, "net.py:7, in forward")
@@ -73,11 +66,10 @@ def check_fixed(value: Any, fixed: Any, line: str = "", rows: int | None = None)
     pippy.ir.base.errors.GuardError: forward asked for a value while it was traced, and went on for 3; now it is 4:
       net.py:7, in forward
     What to do: make another Pipe with this call for its example
-    >>> with cut_into(2, rows=7):
-    ...     check_fixed(False, True, rows=7)
+    >>> check_fixed(False, True, rows=7)
     Traceback (most recent call last):
       ...
-    pippy.ir.base.errors.GuardError: forward depends on the number of rows. It asked for a value while it was traced, and went on for True; now it is False; What to do: run one micro-batch, chunks=1
+    pippy.ir.base.errors.GuardError: forward depends on the number of rows. It asked for a value while it was traced, and went on for True; now it is False; What to do: make another Pipe with this call for its example, or run one micro-batch, chunks=1
     """  # noqa: E501
     kinds = [next((kind for kind in (tuple, list) if isinstance(each, kind)), type(each)) for each in (value, fixed)]
     if kinds[0] is not kinds[1] or value != fixed:
@@ -86,17 +78,8 @@ def check_fixed(value: Any, fixed: Any, line: str = "", rows: int | None = None)
             f"forward {'asked' if rows is None else 'depends on the number of rows. It asked'} for a value while it was "
             f"traced, and went on for {fixed!r}; now it is {now}"
             + (f":\n  {line}\n" if line else "; ")
-            + f"What to do: {_other_example(rows)}"
+            + f"What to do: make another Pipe with this call for its example{'' if rows is None else _OR_ONE}"
         )
-
-
-def _other_example(rows: int | None) -> str:
-    """The advice where forward would go on in another way than for the example, which had so many rows if they decide."""
-    microbatches, of_batch = _CUT.get()
-    if rows is None or microbatches == 1:
-        return "make another Pipe with this call for its example"
-    example = "" if rows == of_batch else f", of a Pipe whose example has all {of_batch} rows"
-    return f"run one micro-batch, chunks=1{example}"
 
 
 CHECKS = frozenset((check_tensor, check_not_none, check_same, check_fixed))  # which raise a `GuardError`
@@ -185,3 +168,59 @@ def difference_from(buffer: torch.Tensor, value: Any) -> str | None:
     if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
         return None
     return f"is {describe(value)}; the buffer is {describe(buffer)}"
+
+
+OF_STAGES = (*CHECKS, set_grad_mode, check_all_true, check_padding, by_mode, own_copy, assign_)
+_APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+
+class CalledFunction:
+    """A function as a node calls it."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "called"  # not torch.jit: generated code has what is not torch's among its globals
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.function, self.__name__)
+
+
+class AutogradFunction(CalledFunction):
+    """The `apply` of a custom autograd function.
+
+    That of `torch.autograd.Function`: what an `apply` of the class computes around it has nodes of its own.
+    """
+
+    def __call__(self, *args: Any) -> Any:
+        return _APPLY(self.function, *args)
+
+
+class ScriptedFunction(CalledFunction):
+    """A function of `torch.jit.script` or `torch.jit.trace`.
+
+    >>> import copy
+    >>> halved = ScriptedFunction(torch.jit.trace(lambda x: x / 2, torch.ones(1)), "halved")
+    >>> halved(torch.ones(1)), copy.copy(halved)(torch.ones(1))
+    (tensor([0.5000]), tensor([0.5000]))
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _reduced(function: Any) -> tuple[Any, ...]:
+    return _loaded, (function.save_to_buffer(),)
+
+
+def _loaded(code: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(code))
+
+
+copyreg.pickle(torch.jit.ScriptFunction, _reduced)

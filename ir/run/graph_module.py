@@ -22,39 +22,14 @@ from pippy.ir.base.names import local_name
 from pippy.ir.base.node_notes import place_of, put_place
 from pippy.ir.run.checkpointed_parts import BeginPart, Part, end_part, parts_of
 from pippy.ir.run.copies import owners_in_place_of_copies
-from pippy.ir.run.functions import (
-    assign_,
-    by_mode,
-    check_all_true,
-    check_fixed,
-    check_not_none,
-    check_padding,
-    check_same,
-    check_tensor,
-    own_copy,
-    set_grad_mode,
-)
-from pippy.ir.run.keyed_draws import draw_key, seed_draws
+from pippy.ir.run.functions import OF_STAGES
+from pippy.ir.run.random_state import draw_key, seed_draws
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 # Of the file of a line that `check_fixed` names. It is looked for behind quotes only: long code has few of them.
 _FOLDERS = re.compile(r"(?<=['\"])[^'\"\n]*[/\\](?=[^'\"/\\]+:\d+, in \w+['\"][,)])")
-_OURS = (
-    stage_backward,
-    set_grad_mode,
-    check_tensor,
-    check_all_true,
-    check_fixed,
-    check_not_none,
-    check_same,
-    check_padding,
-    by_mode,
-    own_copy,
-    assign_,
-    draw_key,
-    seed_draws,
-)  # graphs call these
+_OURS = (*OF_STAGES, draw_key, seed_draws, stage_backward)  # graphs call these
 
 
 class PipeGraphModule(fx.GraphModule):

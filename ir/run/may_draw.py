@@ -20,8 +20,8 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base import operations
-from pippy.ir.run.called_functions import ScriptedFunction
-from pippy.ir.run.keyed_draws import draw_key, seed_draws
+from pippy.ir.run.functions import ScriptedFunction
+from pippy.ir.run.random_state import draw_key, seed_draws
 
 
 class Draws(Enum):

@@ -20,8 +20,7 @@ from pippy.ir.base.interrupts import heard
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, leaves, map_tensors, nbytes
 from pippy.ir.call.signature import bind
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import forward_nodes, map_nodes, walk
+from pippy.ir.record.compiled import Compiled, forward_nodes, map_nodes, walk
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.random_state import untouched_random_state
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.base.brief import brief, some
 from pippy.ir.base.errors import InputError, TracingError
-from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.fake_mode import FakeResults
 from pippy.ir.base.public_calls import misfits
+from pippy.ir.base.readable import brief, did_you_mean, some
 from pippy.ir.base.trees import describe, tensors
 from pippy.ir.call.signature import target_name
-from pippy.ir.trace.fake_results import FakeResults
 from pippy.ir.trace.suppositions import SINGLE, Supposition
 from pippy.ir.trace.tracing_thread import replaced
 from pippy.ir.trace.trials import TraceTrials

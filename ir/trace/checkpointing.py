@@ -16,12 +16,10 @@ from torch import fx
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import pipe_split
-from pippy.ir.base.node_notes import SOURCE
-from pippy.ir.base.source_line import SourceLine
+from pippy.ir.base.node_notes import SOURCE, SourceLine
 from pippy.ir.base.without_dynamo import import_no_dynamo
 from pippy.ir.run.checkpointed_parts import REENTRANT, BeginPart, begin_part, end_part, is_begin, is_end, parts_of
-from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.tracing_thread import patched_here
+from pippy.ir.trace.tracing_thread import patched_here, refused
 
 _DEFAULTS: dict[str, Any] = {
     "preserve_rng_state": True,

@@ -26,19 +26,11 @@ from pippy.ir.base.errors import PippyError
 from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import UNKNOWN, tensors
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.compiled import map_nodes
 from pippy.ir.run.functions import CHECKS, check_not_none
 from pippy.ir.trace.arguments import Call, fails_for_none, without_inputs
 from pippy.ir.trace.questions import asked
-from pippy.ir.trace.suppositions import (
-    POSSIBLE,
-    Supposition,
-    is_of_pippy,
-    is_single,
-    may_be_none,
-    may_be_one,
-    origin,
-)
+from pippy.ir.trace.suppositions import POSSIBLE, Supposition, is_of_pippy, is_single, may_be_none, may_be_one, origin
 from pippy.ir.trace.tracing_thread import not_tracing
 
 Trace = Callable[[Call], Any]

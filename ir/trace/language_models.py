@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from pippy.ir.base.errors import GenerationError, PippyError, SliceError
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Compiled, Traced
 from pippy.ir.run.checkpointed_parts import parts_of
 from pippy.ir.run.key_value_cache import KeysAndValues, KeyValueCache, extended_cache, using_cache
 from pippy.ir.trace.arguments import Call, signature_of

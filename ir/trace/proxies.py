@@ -25,12 +25,11 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.operations import IN_PLACE, name_of
 from pippy.ir.base.trees import UNKNOWN
-from pippy.ir.run.shared_tensors import memory_of
+from pippy.ir.run.in_place import memory_of
 from pippy.ir.trace import questions
-from pippy.ir.trace.c_calls import called_by
-from pippy.ir.trace.classes import check_is_tensor
-from pippy.ir.trace.refusals import refused
+from pippy.ir.trace.questions import check_is_tensor
 from pippy.ir.trace.suppositions import supposed_attribute
+from pippy.ir.trace.tracing_thread import called_by, refused
 from pippy.ir.trace.trials import UnhashableError, trials_of
 from pippy.ir.trace.values import fix_value, none_if_known, value_of
 
@@ -252,7 +251,7 @@ def _asks_for_attribute(frame: FrameType) -> bool:
     if not source.is_users(frame.f_code.co_filename):
         return False
     called = called_by(frame)
-    if called is getattr:  # a name that hides the builtin would have asked (`classes.py`)
+    if called is getattr:  # a name that hides the builtin would have asked (`answering_classes`)
         raise questions.refused_question("getattr under another name")
     return called is hasattr
 

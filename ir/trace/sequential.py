@@ -11,8 +11,8 @@ from torch import fx, nn
 from pippy.ir.base.errors import PippyError, SplitError, TracingError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.node_notes import IS_LAYER, MODULE_PATH
+from pippy.ir.record.compiled import Traced
 from pippy.ir.record.model_watch import hooks_of
-from pippy.ir.record.traced import Traced
 from pippy.ir.run.layers import FunctionLayer, LayerSpec, TiedLayer, TiedLayerSpec, note_spec
 
 # A list of layers as an `nn.Sequential`: modules, functions, and layers that are made where they are used.

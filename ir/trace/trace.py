@@ -22,9 +22,8 @@ from pippy.ir.base.marks import (
 from pippy.ir.base.names import named_state
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
-from pippy.ir.cut.views import connect_views, write_early
-from pippy.ir.record.traced import Traced
-from pippy.ir.run.snapshot import Snapshot
+from pippy.ir.record.compiled import Traced
+from pippy.ir.run.in_place import Snapshot
 from pippy.ir.trace.arguments import (
     Call,
     Example,
@@ -35,13 +34,23 @@ from pippy.ir.trace.arguments import (
     optional_inputs,
     without_inputs,
 )
-from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
+from pippy.ir.trace.changed_memory import (
+    connect_views,
+    finish_assigned,
+    record_assigned,
+    varying_with_rows,
+    write_early,
+)
 from pippy.ir.trace.checkpointing import finish_parts
-from pippy.ir.trace.exported import ExportedModel
-from pippy.ir.trace.exported_guards import check_example, exported_modes, guards_of
+from pippy.ir.trace.exported import ExportedModel, check_example, exported_modes, guards_of
 from pippy.ir.trace.identities import Identities
-from pippy.ir.trace.kept_whole import KeptWhole, reason_of
-from pippy.ir.trace.left_as_it_was import forgetting_one_trace, tracing
+from pippy.ir.trace.left_as_it_was import (
+    Attributes,
+    forgetting_one_trace,
+    lookup_attribute,
+    restoring_attributes,
+    tracing,
+)
 from pippy.ir.trace.modes import (
     Recorded,
     Setting,
@@ -53,13 +62,18 @@ from pippy.ir.trace.modes import (
 )
 from pippy.ir.trace.questions import asked_of
 from pippy.ir.trace.recording import recording, watching_calls
-from pippy.ir.trace.refusals import raising_refusals, refused
-from pippy.ir.trace.restore_attributes import Attributes, lookup_attribute, restoring_attributes
 from pippy.ir.trace.suppositions import Asked as AskedByIs
 from pippy.ir.trace.suppositions import supposing
 from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
-from pippy.ir.trace.tracing_thread import replaced
-from pippy.ir.trace.untraceable import CacheReturnedError, calls_without_cache, check_model, explained
+from pippy.ir.trace.tracing_thread import raising_refusals, refused, replaced
+from pippy.ir.trace.untraceable import (
+    CacheReturnedError,
+    KeptWhole,
+    calls_without_cache,
+    check_model,
+    explained,
+    reason_of,
+)
 from pippy.ir.trace.values import (
     Values,
     find_row_sizes,

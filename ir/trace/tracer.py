@@ -1,7 +1,19 @@
-"""The tracer: which modules are leaves, and what symbolic tracing makes of the values that it meets."""
+"""The tracer: which modules are leaves, and what symbolic tracing makes of the values that it meets.
+
+Transformers of torch.nn are traced into their layers when there is an example. What their forward asks of numbers is answered
+here, since a traced value has none:
+
+    asked                                       answered
+    ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    is this mask the causal one?                no: torch may then compute with less speed, and the same numbers
+    may the padding be left out, in nested      no; where plain PyTorch would leave it out, and fill the padded
+      tensors, in evaluation?                     positions with zeros, the stage raises (`check_padding`)
+"""
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +23,48 @@ from torch.fx.immutable_collections import immutable_dict
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.names import first_names, named_state
 from pippy.ir.base.trees import children, describe
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.run.shared_tensors import memory_of
+from pippy.ir.run.batch_norm import DeferredBatchNorm
+from pippy.ir.run.functions import check_padding
+from pippy.ir.run.in_place import memory_of
 from pippy.ir.trace.proxies import RecordingProxy, StateProxy, is_made_in_forward
-from pippy.ir.trace.refusals import refused
-from pippy.ir.trace.transformers import TRACED_THROUGH
+from pippy.ir.trace.tracing_thread import method_patched_here, patched_here, refused
 from pippy.ir.trace.values import has_example
+
+TRACED_THROUGH = (nn.Transformer, nn.TransformerDecoder, nn.TransformerEncoder)
+
+
+@contextmanager
+def tracing_transformers(tracer: fx.Tracer) -> Iterator[None]:
+    """A context in which ``tracer`` goes through them as the table above says."""
+    encode = nn.TransformerEncoder.forward
+
+    def forward(
+        self: nn.TransformerEncoder,
+        src: Any,
+        mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool | None = None,
+    ) -> Any:
+        if getattr(self, "use_nested_tensor", False) and mask is None and src_key_padding_mask is not None:
+            first = self.layers[0]
+            trained = any(parameter.requires_grad for parameter in first.parameters())
+            tracer.create_proxy(
+                "call_function", check_padding, (src, src_key_padding_mask, first.training, trained), {}
+            )
+        return encode(self, src, mask, src_key_padding_mask, is_causal)
+
+    with ExitStack() as stack:
+        stack.enter_context(method_patched_here(nn.TransformerEncoder, "forward", forward))
+        stack.enter_context(patched_here(torch.backends.mha, "get_fastpath_enabled", lambda: False))
+        stack.enter_context(patched_here(nn.modules.transformer, "_detect_is_causal_mask", _is_causal))
+        # It asks for isinstance(mask, torch.Tensor), which in a file of torch a traced value is not.
+        stack.enter_context(patched_here(nn.functional, "_none_or_dtype", lambda mask: getattr(mask, "dtype", None)))
+        yield
+
+
+def _is_causal(_: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    return is_causal is True
+
 
 FROM_OUTSIDE = "_tensor_from_outside"
 """How the names of attributes begin that stand for tensors which are none of the model's."""

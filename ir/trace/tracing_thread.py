@@ -5,19 +5,31 @@
     thread 3, which does not      what torch has: each patch asks at once which thread calls it
 
 torch.fx patches `nn.Module.__call__` and `nn.Module.__getattr__` for the whole process; here its patches are like ours.
+
+A forward may catch an error that tracing has raised inside of it, and take another branch: the error is raised again.
+
+Python tells of each call that forward makes, under whatever name: before it, and of C functions after it (`watching_c_calls`).
+So a check can refuse a call of a C function, a function of the user's can be prepared when it begins, and it is known which C
+function a line calls just now: `isinstance(x, int)` and `torch.relu(x)` both ask `x` for its class, and only one is answered.
 """
 
 import functools
 import inspect
+import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 from unittest.mock import patch
 
+import torch
 from torch import fx
 
+from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 
 _lock = threading.Lock()
@@ -143,3 +155,186 @@ def replaced(tracer: fx.Tracer, name: str, function: Callable[..., Any]) -> Iter
     finally:
         del attributes[name]
         attributes.update(before)
+
+
+_Error = TypeVar("_Error", bound=Exception)
+_seen: ContextVar[list[Exception] | None] = ContextVar("refusals", default=None)
+
+
+def refused(error: _Error) -> _Error:
+    """``error``, which is to be raised, and which ends the trace even if forward catches it."""
+    seen = _seen.get()
+    if seen is not None:
+        seen.append(error)
+        error.source = source.of_frame(sys._getframe(1))  # type: ignore[attr-defined]
+    return error
+
+
+@contextmanager
+def raising_refusals() -> Iterator[None]:
+    """A context at whose end the first error that was caught inside is raised."""
+    seen: list[Exception] = []
+    token = _seen.set(seen)
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+    if seen:
+        raise seen[0]
+
+
+@contextmanager
+def forgiving() -> Iterator["Forgiving"]:
+    """A context that knows which refusals were raised inside, also if forward caught them, and can take them back."""
+    seen = _seen.get()
+    yield Forgiving([] if seen is None else seen)
+
+
+class Forgiving:
+    """The refusals of a region."""
+
+    def __init__(self, seen: list[Exception]) -> None:
+        self._seen, self._before = seen, len(seen)
+
+    def raise_caught(self) -> None:
+        """Raise the first refusal of the region, which forward has caught."""
+        if len(self._seen) > self._before:
+            raise self._seen[self._before]
+
+    def forgive(self) -> None:
+        """Let the trace go on, as if nothing in the region had been refused."""
+        del self._seen[self._before :]
+
+
+_OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
+
+
+class CallWatch:
+    """What tells of the calls, in one thread. It can be paused."""
+
+    def __init__(self, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None]) -> None:
+        self._check, self._begins, self._before, self.is_on = check, begins, sys.getprofile(), False
+        self._told = self._on_event if self._before is None else self._on_event_too
+        self._calls: list[tuple[FrameType, Any]] = []  # that have not returned
+
+    def resume(self) -> None:
+        self.is_on = True
+        sys.setprofile(self._told)
+
+    def pause(self) -> None:
+        """Leave the profiler that was there before."""
+        sys.setprofile(self._before)
+        self.is_on = False
+
+    def called_by(self, frame: FrameType) -> Any:
+        """The C function that a frame calls just now; None if it calls none."""
+        return self._calls[-1][1] if self._calls and self._calls[-1][0] is frame else None
+
+    def _on_event(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "call":
+            self._begins(frame)
+        elif event == "c_call":
+            if isinstance(getattr(function, "__self__", None), _OWNERS):
+                self._check(function, frame)
+            if function is not sys.setprofile:
+                self._calls.append((frame, function))
+        elif event != "return":
+            self._forget(frame)
+
+    def _forget(self, frame: FrameType) -> None:
+        """A call of a C function has ended, and so have those within that returned while the watch paused."""
+        for at in reversed(range(len(self._calls))):
+            if self._calls[at][0] is frame:
+                del self._calls[at:]
+                return
+
+    def _on_event_too(self, frame: FrameType, event: Any, function: Any) -> None:
+        assert self._before is not None
+        self._before(frame, event, function)
+        self._on_event(frame, event, function)
+
+
+_watch: CallWatch | None = None  # of the thread that traces
+
+
+def called_by(frame: FrameType) -> Any:
+    """The C function that a frame of the trace calls just now; None if it calls none."""
+    return None if _watch is None else _watch.called_by(frame)
+
+
+@contextmanager
+def watching_c_calls(
+    tracer: fx.Tracer, check: Callable[[Any, FrameType], None], begins: Callable[[FrameType], None]
+) -> Iterator[None]:
+    """A context in which, while ``tracer`` runs forward, ``check(function, frame)`` runs before each C function, and
+    may raise, and ``begins(frame)`` where a function in Python begins. The watch pauses while ``tracer`` makes a node.
+    """
+    global _watch
+    with _pausing_profiler():
+        watch, before = CallWatch(check, begins), _watch
+        _watch = watch
+        try:
+            with _resumed_in_forward(tracer, watch), _paused_for_nodes(tracer, watch):
+                yield
+        finally:
+            _watch = before
+
+
+@contextmanager
+def _pausing_profiler() -> Iterator[None]:
+    """A context in which a profiler that is no function, cProfile's, does not run: Python has room for one."""
+    profiler: Any = sys.getprofile()
+    if profiler is None or callable(profiler):
+        yield
+        return
+    if not hasattr(profiler, "disable"):
+        raise TracingError(
+            "tracing needs Python's profiling hook, but a profiler that cannot be paused uses it, a "
+            f"{type(profiler).__name__}; stop the profiler before pipeline()"
+        )
+    source.warn("a profiler is on; it is paused while forward is traced")
+    profiler.disable()
+    try:
+        yield
+    finally:
+        profiler.enable()
+
+
+@contextmanager
+def _resumed_in_forward(tracer: fx.Tracer, watch: CallWatch) -> Iterator[None]:
+    """A context in which forward is watched. What torch.fx replaces before it, and puts back, is many calls of its own."""
+    create_args_for_root = tracer.create_args_for_root
+
+    def create_args(*given: Any, **named: Any) -> Any:
+        forward, arguments = create_args_for_root(*given, **named)
+
+        @functools.wraps(forward)
+        def watched(*args: Any) -> Any:
+            watch.resume()
+            try:
+                return forward(*args)
+            finally:
+                watch.pause()
+
+        return watched, arguments
+
+    with replaced(tracer, "create_args_for_root", create_args):
+        yield
+
+
+@contextmanager
+def _paused_for_nodes(tracer: fx.Tracer, watch: CallWatch) -> Iterator[None]:
+    """A context in which a watch pauses while ``tracer`` makes a node: most calls are in there, and none is the user's."""
+    create_proxy = tracer.create_proxy
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        if not watch.is_on:  # forward has not begun, or a node is made for another
+            return create_proxy(*args, **kwargs)
+        watch.pause()
+        try:
+            return create_proxy(*args, **kwargs)
+        finally:
+            watch.resume()
+
+    with replaced(tracer, "create_proxy", unwatched):
+        yield

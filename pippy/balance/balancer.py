@@ -33,16 +33,15 @@ from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.language.program import Program
 from pippy.ir.base import source
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count
 from pippy.ir.base.errors import BalanceError, InputError
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.public_calls import check_count
+from pippy.ir.base.readable import brief, count_with_noun
 from pippy.ir.call.signature import bind
 from pippy.ir.compile import compile_traced
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing, mark, marks
+from pippy.ir.cut.uses import crossing, mark, marks
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Traced
 from pippy.ir.request import Request
 
 # Finds cuts by the memory of their stages, counted on fake tensors as drivers count.

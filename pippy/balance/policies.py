@@ -9,14 +9,13 @@ from torch import nn
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.current_cluster import current_cluster
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import is_whole
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import unknown_name
-from pippy.ir.base.near_names import did_you_mean
+from pippy.ir.base.public_calls import is_whole
+from pippy.ir.base.readable import brief, did_you_mean
 from pippy.ir.cut.constraints import Constraint
-from pippy.ir.cut.cuts import scopes
-from pippy.ir.record.traced import Traced
+from pippy.ir.cut.uses import scopes
+from pippy.ir.record.compiled import Traced
 
 Split = str | Sequence[str] | Sequence[int] | None
 

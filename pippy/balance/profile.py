@@ -26,16 +26,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pippy.balance.stopwatch import ChangedTensors, Clock, Stopwatch, Timing, restoring_model
 from pippy.ir.base import source
 from pippy.ir.base.errors import BalanceError, StageError
+from pippy.ir.base.fake_mode import work_of
+from pippy.ir.base.logs import is_muted, redraws
 from pippy.ir.base.names import named_state
 from pippy.ir.base.node_notes import GRADIENTS_OFF
-from pippy.ir.base.same_work import work_of
-from pippy.ir.base.sparse_tensors import map_stored, plain_parts
-from pippy.ir.base.terminals import is_muted, redraws
-from pippy.ir.base.trees import map_tensors, nbytes, tensors
+from pippy.ir.base.trees import map_stored, map_tensors, nbytes, plain_parts, tensors
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
-from pippy.ir.record.nodes import map_nodes, values_to_free
-from pippy.ir.record.traced import Traced
+from pippy.ir.record.compiled import Traced, map_nodes, values_to_free
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
 

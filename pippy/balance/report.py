@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from pippy.ir.base.readable import bytes_text, count_text, shortened
-from pippy.ir.show.tables import text_table
+from pippy.ir.base.readable import bytes_text, count_text, shortened, text_table
 
 LONGEST_NAME = 24
 _HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on", "peak"]

@@ -1,7 +1,7 @@
 """Measures how long a forward and a backward take, from several calls, and restores the model after they have run.
 
 A machine that does something else meanwhile makes calls longer, and never shorter. So a time is the lower quartile of its
-calls. Operations that do the same work (`same_work.py`) have one time: equal blocks weigh the same, however busy the machine.
+calls. Operations that do the same work (`work_of`) have one time: equal blocks weigh the same, however busy the machine.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from pippy.ir.base.names import named_state
-from pippy.ir.base.sparse_tensors import equal
+from pippy.ir.base.trees import equal
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.trace.restore_attributes import restoring_attributes
+from pippy.ir.trace.left_as_it_was import restoring_attributes
 
 Clock = Callable[[], int]
 Once = Callable[[], tuple[int, int]]

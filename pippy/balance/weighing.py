@@ -13,17 +13,15 @@ from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lo
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
 from pippy.ir.base.node_notes import IS_LAYER
-from pippy.ir.base.readable import bytes_text
+from pippy.ir.base.readable import brief, bytes_text
 from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing, inside_lists
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.cut.uses import operations, uses_of_tensors
-from pippy.ir.record.traced import Traced
+from pippy.ir.cut.uses import crossing, inside_lists, operations, uses_of_tensors
+from pippy.ir.record.compiled import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 
 # Counts the layers, parameters and bytes of each operation of a traced graph. Nothing runs.
@@ -123,12 +121,7 @@ class Weighing:
     """
 
     def __init__(
-        self,
-        traced: Traced,
-        figures: Figures,
-        profile: Profile | None,
-        policy: Policy,
-        in_flight: int | None,
+        self, traced: Traced, figures: Figures, profile: Profile | None, policy: Policy, in_flight: int | None
     ) -> None:
         self.traced, self.figures, self.profile, self.policy = traced, figures, profile, policy
         self.count, self.stages = len(figures.nodes), policy.stages

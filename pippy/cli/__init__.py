@@ -2,12 +2,11 @@
 
 import click
 
-from pippy.cli.compare import compare
 from pippy.cli.doctor import doctor
 from pippy.cli.fit import fit
 from pippy.cli.problems import CommandGroup
 from pippy.cli.run import check, run, worker
-from pippy.cli.schedule import schedule, validate_files
+from pippy.cli.schedule import compare, schedule, validate_files
 from pippy.cli.show import show
 
 

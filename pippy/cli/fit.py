@@ -3,12 +3,13 @@
 import inspect
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pippy.cli.problems import hint_at, plain_warnings
-from pippy.cli.show import given_pipe, made_inputs, pair, parsed, pipe_options
+from pippy.cli.show import Target, pipe_options
 from pippy.ir.base.errors import PippyError
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def fit(
     from pippy.drivers.plan.choice.problem import Problem
     from pippy.ir.pipe import compiled_of
 
-    args, kwargs = made_inputs([parsed(each) for each in inputs])
+    given = Target(target, inputs, **how)
+    args, kwargs = given.example
     with plain_warnings():
-        pipe = _training_pipe(target, workers, args, kwargs, **how)
+        pipe = _training_pipe(given, workers)
         compiled = compiled_of(pipe)
         call = call_to_fit(
             pipe,
@@ -110,39 +112,25 @@ def _counts_that_run(call: "DividedCall", counts: Sequence[int]) -> list[int]:
     return [count for count in counts if count not in refused]
 
 
-def _training_pipe(
-    target: str,
-    workers: int,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    arguments: tuple[str, ...],
-    split: tuple[str, ...],
-    num_stages: int | None,
-    sequential: bool,
-    loss: str | None,
-    shared: str | None,
-) -> "Pipe":
+def _training_pipe(target: Target, workers: int) -> "Pipe":
     from pippy.ir.pipe import compiled_of
 
-    model_arguments = dict(pair(each) for each in arguments)
-
-    def cut(stages: int | None) -> "Pipe":
-        return given_pipe(target, model_arguments, split, stages, sequential, loss, shared, args, kwargs)
-
-    by_hand = bool(num_stages or split or sequential)
+    by_hand = bool(target.num_stages or target.split or target.sequential)
     with warnings.catch_warnings():
         if not by_hand:  # of a model that has no mark, which is then cut here
             warnings.simplefilter("ignore")
-        pipe = cut(num_stages)
+        pipe = target.pipe()
     if not by_hand and compiled_of(pipe).num_stages == 1 < workers:
-        pipe = cut(workers)
+        pipe = replace(target, num_stages=workers).pipe()
     stages_made = compiled_of(pipe).num_stages
     if stages_made < workers:
         raise click.ClickException(
-            f"{target} has {stages_made} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
+            f"{target.name} has {stages_made} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
         )
     if compiled_of(pipe).loss is None:
-        raise click.ClickException(f"{target} has no loss, and what fits is a step of training; give --loss MSELoss")
+        raise click.ClickException(
+            f"{target.name} has no loss, and what fits is a step of training; give --loss MSELoss"
+        )
     return pipe
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
-from pippy.ir.base.errors import PippyError
-from pippy.ir.base.shown_errors import in_brief
+from pippy.ir.base.errors import PippyError, in_brief
 
 if TYPE_CHECKING:
     from pippy.drivers.driver.check.report import CheckReport

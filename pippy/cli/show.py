@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.find import call, find, find_loss, value_from_text
-from pippy.cli.problems import check_can_be_written, plain_warnings, write
-from pippy.ir.base.readable import bytes_text
-from pippy.ir.show.tables import text_table
+from pippy.cli.problems import call, check_can_be_written, find, find_loss, plain_warnings, value_from_text, write
+from pippy.ir.base.readable import bytes_text, text_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,18 +63,7 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
 )
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it to this file.")
 def show(
-    target: str,
-    arguments: tuple[str, ...],
-    split: tuple[str, ...],
-    num_stages: int | None,
-    sequential: bool,
-    loss: str | None,
-    shared: str | None,
-    inputs: tuple[str, ...],
-    kind: str | None,
-    memory: bool,
-    compiled: bool,
-    output: str | None,
+    target: str, inputs: tuple[str, ...], kind: str | None, memory: bool, compiled: bool, output: str | None, **how: Any
 ) -> None:
     """Show how a model is cut into stages: the graph, the drawing of what passes, and the table of stages.
 
@@ -98,13 +87,13 @@ def show(
       pippy show model.py:Net -o net.svg
       pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
-    model_arguments = dict(pair(each) for each in arguments)
+    given = Target(target, inputs, **how)
     if output:
         check_can_be_written(output)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
-    args, kwargs = made_inputs([parsed(each) for each in inputs])
+    args, kwargs = given.example
     with plain_warnings():
-        pipe = given_pipe(target, model_arguments, split, num_stages, sequential, loss, shared, args, kwargs)
+        pipe = given.pipe()
         if memory:
             text = stages_memory(pipe, args, kwargs)
         else:
@@ -122,55 +111,68 @@ def pair(text: str) -> tuple[str, Any]:
     return name, value_from_text(value)
 
 
-def given_pipe(
-    target: str,
-    model_arguments: dict[str, Any],
-    split: tuple[str, ...],
-    num_stages: int | None,
-    sequential: bool,
-    loss: str | None,
-    shared: str | None,
-    args: list[Any],
-    kwargs: dict[str, Any],
-) -> "Pipe":
-    from torch import nn
+@dataclass(frozen=True)
+class Target:
+    """A model as the command line names it: how it is made and cut, its loss, and the inputs of its example."""
 
-    from pippy.balance.balancer import Balancer
-    from pippy.ir.base.trees import map_tensors
-    from pippy.ir.cut.params import MultiUseParameterConfig
-    from pippy.ir.pipe import Pipe
+    name: str
+    inputs: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    split: Sequence[str] = ()
+    num_stages: int | None = None
+    sequential: bool = False
+    loss: str | None = None
+    shared: str | None = None
 
-    model = _model(target, model_arguments)
-    if isinstance(model, Pipe):
-        options = {
-            "--split": split, "--num-stages": num_stages, "--sequential": sequential, "--loss": loss, "--shared": shared
-        }  # fmt: skip
-        for option, value in options.items():
-            if value:
-                raise click.UsageError(f"{target} is a Pipe already, which {option} cannot change; leave {option} out")
-        return model
-    loss_fn = _loss(loss) if loss else None
-    if sequential:
-        if split or shared or num_stages:
-            raise click.UsageError(
-                "--sequential makes each child a stage; leave out --split, --num-stages and --shared"
-            )
-        if not isinstance(model, nn.Sequential):
-            raise click.ClickException(
-                f"{target} is a {type(model).__name__}, no nn.Sequential; leave out --sequential"
-            )
-        return Pipe.from_sequential(model, loss_fn)
-    _mark(model, split)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
-    return Pipe.from_tracing(
-        model,
-        MultiUseParameterConfig(shared) if shared else None,
-        loss_fn=loss_fn,
-        example_args=args or None,
-        example_kwargs=kwargs or None,
-        cut=Balancer("parameters", num_stages, loss_fn=loss_fn) if num_stages else None,
-    )
+    @cached_property
+    def example(self) -> tuple[list[Any], dict[str, Any]]:
+        """The inputs as arguments of a call, by position and by name."""
+        return made_inputs([parsed(each) for each in self.inputs])
+
+    def pipe(self) -> "Pipe":
+        """The Pipe of the model, or the Pipe that is named."""
+        from torch import nn
+
+        from pippy.balance.balancer import Balancer
+        from pippy.ir.base.trees import map_tensors
+        from pippy.ir.cut.params import MultiUseParameterConfig
+        from pippy.ir.pipe import Pipe
+
+        model = _model(self.name, dict(pair(each) for each in self.arguments))
+        if isinstance(model, Pipe):
+            self._check_no_options()
+            return model
+        loss_fn = _loss(self.loss) if self.loss else None
+        if self.sequential:
+            if self.split or self.shared or self.num_stages:
+                raise click.UsageError(
+                    "--sequential makes each child a stage; leave out --split, --num-stages and --shared"
+                )
+            if not isinstance(model, nn.Sequential):
+                raise click.ClickException(
+                    f"{self.name} is a {type(model).__name__}, no nn.Sequential; leave out --sequential"
+                )
+            return Pipe.from_sequential(model, loss_fn)
+        _mark(model, self.split)
+        args, kwargs = self.example
+        if any(parameter.is_meta for parameter in model.parameters()):
+            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        return Pipe.from_tracing(
+            model,
+            MultiUseParameterConfig(self.shared) if self.shared else None,
+            loss_fn=loss_fn,
+            example_args=args or None,
+            example_kwargs=kwargs or None,
+            cut=Balancer("parameters", self.num_stages, loss_fn=loss_fn) if self.num_stages else None,
+        )
+
+    def _check_no_options(self) -> None:
+        for name in ("split", "num_stages", "sequential", "loss", "shared"):
+            if getattr(self, name):
+                option = f"--{name.replace('_', '-')}"
+                raise click.UsageError(
+                    f"{self.name} is a Pipe already, which {option} cannot change; leave {option} out"
+                )
 
 
 def _model(target: str, model_arguments: dict[str, Any]) -> Any:
@@ -199,7 +201,7 @@ def _loss(target: str) -> Any:
     return value
 
 
-def _mark(model: "nn.Module", split: tuple[str, ...]) -> None:
+def _mark(model: "nn.Module", split: Sequence[str]) -> None:
     from pippy.ir.base.marks import SplitPoint, annotate_split_points
 
     for each in ",".join(split).split(",") if split else ():

@@ -11,15 +11,13 @@ from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.arrangement import check_fewer
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.driver.steps.updates import Updates, checked_updates
-from pippy.ir.base.checked import check_count
-from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.public_calls import check_count, placing_words
 from pippy.ir.base.trees import describe
-from pippy.training.checkpoints import TrainingCheckpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loggers import Logger, TrainingLoggers, checked_loggers
 from pippy.training.loop import Callback, Length, Loop, check_driver
 from pippy.training.reader import Reader, RepeatingLoader
-from pippy.training.result import TrainingResult
+from pippy.training.result import TrainingCheckpoints, TrainingResult, checked_checkpoints
 
 
 @placing_words("pippy.train(driver, data, optimizer, chunks=4, steps=100)")

@@ -31,7 +31,7 @@ from pippy.balance.profile import OperationCost, Profile, ProfileProgress
 from pippy.balance.weighing import Weighing, figures_of
 from pippy.ir.base.errors import BalanceError, InputError, SplitError
 from pippy.ir.base.names import named_state
-from pippy.ir.cut.cuts import marks
+from pippy.ir.cut.uses import marks
 from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
 from tests.drivers.thread_cluster import thread_cluster

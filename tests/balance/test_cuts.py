@@ -12,9 +12,8 @@ from torch import nn
 from pippy import MultiUseParameterConfig, PippyWarning
 from pippy.ir.base.errors import SharedParameterError, SplitError
 from pippy.ir.cut.constraints import constraints
-from pippy.ir.cut.cuts import crossing, mark, marks, scopes
 from pippy.ir.cut.split import split
-from pippy.ir.cut.uses import operations
+from pippy.ir.cut.uses import crossing, mark, marks, operations, scopes
 from pippy.ir.trace.trace import trace
 from tests.test_random_models import Random, steps
 from tests.zoo import exhibits

@@ -19,8 +19,7 @@ from pippy.balance.weighing import Weighing, figures_of
 from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.trees import tensors
-from pippy.ir.cut.cuts import marks
-from pippy.ir.cut.uses import operations
+from pippy.ir.cut.uses import marks, operations
 from pippy.ir.pipe import Pipe
 from pippy.ir.trace.trace import trace
 from tests.balance.test_cuts import trace_silently, unmarked

@@ -224,7 +224,7 @@ def test_a_file_that_is_no_text(pippy, tmp_path):
 
 def test_a_comparison_that_takes_long_says_how_far_it_is(pippy, monkeypatch):
     assert "1 of" not in pippy("compare -p 2 -m 4")
-    monkeypatch.setattr(sys.modules["pippy.cli.compare"], "SLOW", 8)
+    monkeypatch.setattr(sys.modules["pippy.cli.schedule"], "SLOW", 8)
     said = pippy("compare -p 2 -m 4").splitlines()
     assert re.fullmatch(r"1 of (\d+): fill_drain makespan 15, bubble 20.0 ?%, peak 4", said[0]), said[0]
     count = int(said[0].split()[2].rstrip(":"))

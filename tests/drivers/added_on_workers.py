@@ -10,7 +10,7 @@ from pippy import Pipe
 from pippy.drivers.lowering.flow import loss_stage
 from pippy.ir.base.names import stage_index
 from pippy.ir.pipe import compiled_of
-from pippy.ir.record.nodes import flat_inputs, is_getitem
+from pippy.ir.record.compiled import flat_inputs, is_getitem
 
 
 def add_as_workers_do(pipe: Pipe, worker_of: Sequence[int]) -> Pipe:

@@ -29,7 +29,7 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import tensors
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.compiled import map_nodes
 from pippy.ir.run.copies import sum_gradients
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_stage

@@ -67,7 +67,9 @@ def test_rows_in_errors_are_those_of_the_call(of_input, error, told, threads):
     with pytest.raises(error, match=told) as caught:
         driver.run(2, x, target)
     assert "forward depends on the number of rows" in str(caught.value)
-    assert re.search("What to do: run one micro-batch, chunks=1$", str(caught.value), re.MULTILINE)
+    assert re.search(
+        "What to do: make another Pipe .*, or run one micro-batch, chunks=1$", str(caught.value), re.MULTILINE
+    )
     driver.run(1, x, target)
 
 

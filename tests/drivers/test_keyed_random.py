@@ -26,7 +26,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.ir.run.keyed_draws import draw_from_torch
+from pippy.ir.run.random_state import draw_from_torch
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 CHUNKS = 4

@@ -17,7 +17,7 @@ from pippy.drivers.plan.drawings import svg
 from pippy.drivers.plan.language.errors import ArgumentError, ScheduleError
 from pippy.drivers.report.record import Recording
 from pippy.errors import PippyError
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 from tests.drivers.models import Chain
 
 PROGRAM = "<Program 1f1b: 2 stages on 2 workers, chunks=4, 48 instructions>"

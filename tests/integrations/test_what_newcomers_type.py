@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError, StepError
-from pippy.integrations.transformers.advice import advice_on
+from pippy.integrations.transformers.arguments import advice_on
 from pippy.ir.base.errors import BalanceError, TracingError
 from tests.integrations.trainers import (
     PipelineArguments,

@@ -20,7 +20,7 @@ from pippy import (
 )
 from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, InputError, MicrobatchError, SliceError, StepError
-from pippy.ir.run.slice_cache import SliceCache, roots
+from pippy.ir.run.key_value_cache import SliceCache, roots
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import transformers
 from tests.models.test_generation import WORDS, Reversed, caches_with_keys, gpt2, llama

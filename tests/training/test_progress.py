@@ -13,8 +13,8 @@ import pytest
 
 from pippy.balance.profile import ProfileProgress
 from pippy.drivers.session.compile_progress import CompileProgress
-from pippy.training import progress
-from pippy.training.progress import Bar, Lines, TrainingProgress, progress_of
+from pippy.training import loop
+from pippy.training.loop import Bar, Lines, TrainingProgress, progress_of
 from pippy.training.result import StepReport
 
 
@@ -60,7 +60,7 @@ def test_a_log_gets_lines(monkeypatch, capsys):
     assert isinstance(shown, Lines)
     shown.show(report(1))
     assert not capsys.readouterr().err
-    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    monkeypatch.setattr(loop, "_PAUSE", 0.0)
     shown.show(report(2))
     first = capsys.readouterr().err
     assert first.startswith("step 2: loss 0.5, samples/s ") and ", tokens/s " in first and first.count("\n") == 1

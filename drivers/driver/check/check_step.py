@@ -36,12 +36,11 @@ from pippy.drivers.protocol.state import GiveState, HoldState, PutBackState, Ten
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
-from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS, first_names, named_state
+from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import is_getitem
+from pippy.ir.record.compiled import Compiled, is_getitem
 from pippy.ir.run.random_state import untouched_random_state
 
 

@@ -31,8 +31,8 @@ from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, Trial
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, turned_numbers
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.worker.measure.live_storages import LiveStorages
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import PippyError
+from pippy.ir.base.readable import brief
 
 SECONDS = 2.0
 _PART = 0.5  # of the free memory

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.compare.tolerance import Tolerance
-from pippy.ir.base.sparse_tensors import is_sparse
+from pippy.ir.base.trees import is_sparse
 
 COMPARED_KINDS = ("loss", "output", "gradient", "buffer", "parameter")
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
-from pippy.ir.base.readable import count_with_noun, listed, shortened
-from pippy.ir.show.tables import text_table
+from pippy.ir.base.readable import count_with_noun, listed, shortened, text_table
 
 _SHOWN = 20
 _WORDS = {

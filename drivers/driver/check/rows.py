@@ -40,8 +40,7 @@ from pippy.drivers.batch.division import (
     map_divided,
 )
 from pippy.drivers.compare.trial_notes import InputTensor, Question, TrialNotes
-from pippy.ir.base.sparse_tensors import cat, narrow
-from pippy.ir.base.trees import children, tensors, with_children
+from pippy.ir.base.trees import cat, children, narrow, tensors, with_children
 
 _LOOKED_AT = 32  # rows, to choose a few of them
 _NUMBERS = 64  # of each

@@ -31,7 +31,7 @@ from pippy.drivers.protocol.steps import RunTrial, Step, StepResult, StepReturni
 from pippy.drivers.session.driver_commands import DriverCommands, Hooks
 from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.run.keyed_draws import RandomStep
+from pippy.ir.run.random_state import RandomStep
 from pippy.ir.run.stage_backward import loss_inside
 
 BufferPlaces = Mapping[str, Collection[TensorLocation]]

@@ -35,8 +35,8 @@ from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.base.trees import children, map_tensors
 from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.run.in_place import Snapshot, snapshot_of_buffers
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.run.snapshot import Snapshot, snapshot_of_buffers
 from pippy.ir.run.stage_backward import loss_inside
 
 

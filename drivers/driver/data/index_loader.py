@@ -16,8 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.batch.columns import Column, IndexBatch, check_dataset, columns_of
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
-from pippy.ir.base.checked import check_count, is_whole
-from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.public_calls import check_count, is_whole, placing_words
 from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import untouched_random_state
 

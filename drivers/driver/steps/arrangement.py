@@ -12,8 +12,8 @@ from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.language.placement import Placement
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count, check_flag
+from pippy.ir.base.public_calls import check_count, check_flag
+from pippy.ir.base.readable import brief
 from pippy.ir.record.compiled import Compiled
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from pippy.drivers.base.errors import DriverError
-from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS
+from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import describe
 from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled

@@ -9,10 +9,8 @@ from pippy.drivers.choice.auto import Auto
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count, is_whole
-from pippy.ir.base.public_calls import refuse_words, takes_any, words_of
-from pippy.ir.base.readable import count_with_noun
+from pippy.ir.base.public_calls import check_count, is_whole, refuse_words, takes_any, words_of
+from pippy.ir.base.readable import brief, count_with_noun
 from pippy.ir.base.trees import describe
 
 

@@ -35,8 +35,7 @@ from pippy.ir.base.trees import leaves
 from pippy.ir.call.signature import own_call
 from pippy.ir.other_graphs import OtherGraph, graph_for
 from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags, model_of
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.compiled import Compiled, map_nodes
 from pippy.ir.run.functions import CHECKS, check_fixed
 
 _log = logging.getLogger(__name__)

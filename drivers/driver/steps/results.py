@@ -21,8 +21,7 @@ from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.session import Session
 from pippy.ir.base.trees import UNKNOWN, children, leaves, with_children
 from pippy.ir.call.row_sizes import dims_of
-from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.compiled import Compiled, map_nodes
 from pippy.ir.run.stage_backward import loss_inside
 
 

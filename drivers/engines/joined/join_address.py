@@ -7,7 +7,7 @@ from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun.interfaces import addresses, link_to
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # in no network: what leads there leads to other hosts
 _ANY = ("0.0.0.0", "::")

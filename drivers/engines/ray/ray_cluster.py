@@ -22,8 +22,8 @@ from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
-from pippy.ir.base.brief import brief
-from pippy.ir.base.checked import check_count
+from pippy.ir.base.public_calls import check_count
+from pippy.ir.base.readable import brief
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # to which gRPC, and so Ray, answers with settings
 _SETTINGS = 4

@@ -38,7 +38,7 @@ from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.wire.messages import rpc
-from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import brief
 from pippy.ir.base.source import warn
 
 # The timeout where there are several hosts, in seconds: after a cut of 30 s TCP sends again within 61 s what was lost.

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from pippy.drivers.base.errors import OptimizerError
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.run.in_place import get_tensor
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

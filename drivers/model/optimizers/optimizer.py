@@ -33,9 +33,8 @@ from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
-from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import check_words, place_words, words_of
-from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.readable import brief, count_with_noun, shortened
 from pippy.ir.record.code_reads import have_same_values
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")

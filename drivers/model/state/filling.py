@@ -18,10 +18,9 @@ from pippy.drivers.protocol.state import ElsewhereTensor, Initialize, TensorLoca
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.state.initialization import Function, function_of_hugging_face, reset_function
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
-from pippy.ir.base.readable import first_listed
+from pippy.ir.base.readable import brief, first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe, model_of
 from pippy.ir.run.layers import spec_of

@@ -31,7 +31,7 @@ from pippy.drivers.protocol.state import ReadState, TakeState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
-from pippy.ir.base.checked import check_flag
+from pippy.ir.base.public_calls import check_flag
 from pippy.ir.base.readable import first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe

@@ -34,7 +34,7 @@ from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.protocol.state import AskWritten, WriteState, WrittenState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
-from pippy.ir.base.checked import check_count
+from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import bytes_text, shortened
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState

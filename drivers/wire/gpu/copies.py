@@ -18,8 +18,7 @@ import torch
 
 from pippy.drivers.wire.gpu.accelerator import Accelerator, Shared
 from pippy.drivers.wire.value_layout import is_plain_tensor
-from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
-from pippy.ir.base.trees import map_leaves, map_tensors
+from pippy.ir.base.trees import form_and_parts, from_parts, is_sparse, map_leaves, map_tensors
 
 HostCopy = Future[Any]  # a value, once it is on the host
 

@@ -22,8 +22,7 @@ from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.halves.adding_up import Parted, without_sums
 from pippy.ir.halves.joint import draws_or_seeds
-from pippy.ir.halves.pieces import Piece, without_draws
-from pippy.ir.halves.quick_code import quick_code
+from pippy.ir.halves.pieces import Piece, quick_code, without_draws
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pippy.drivers.worker.compiled.backend import one_at_a_time
-from pippy.ir.base.compiled_modules import following_compiled
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.base.compiling import following_compiled
 from pippy.ir.halves.joint import NotLowered
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 from pippy.ir.run.forward_state import Before, Place, restore
 from pippy.ir.run.may_draw import Draws, module_draws
 

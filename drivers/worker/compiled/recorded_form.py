@@ -13,12 +13,11 @@ from pippy.drivers.worker.compiled.backend import Code, NotCompiled
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
 from pippy.drivers.worker.compiled.recordable_stage import RecordableStage, is_plain
 from pippy.ir.base.trees import describe, leaves, map_tensors, tensors
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.halves.adding_up import adding_up
 from pippy.ir.halves.joint import FakeInputs, NotLowered, joint_graph
-from pippy.ir.halves.pieces import Piece, Pieces
-from pippy.ir.halves.quick_code import quick_code
-from pippy.ir.run.opaque_values import CONSTANTS
+from pippy.ir.halves.pieces import Piece, Pieces, quick_code
+from pippy.ir.run.batch_norm import DeferredBatchNorm
+from pippy.ir.run.stage_run import CONSTANTS
 
 Note = tuple[DeferredBatchNorm, int, torch.Tensor, torch.Tensor]  # a call: the number of values, mean and variance
 

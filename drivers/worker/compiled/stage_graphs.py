@@ -20,13 +20,13 @@ from pippy.drivers.worker.compiled.graph_run import GraphRun
 from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler, compiler_of
 from pippy.drivers.worker.compiled.recordable_stage import RecordableStage
 from pippy.drivers.worker.compiled.recorded_form import PieceCodes, RecordedForm
-from pippy.ir.base.compile_stance import DEFAULT, EAGER, FAIL, compile_stance, in_stance
+from pippy.ir.base.compiling import DEFAULT, EAGER, FAIL, compile_stance, in_stance
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.base.trees import children, item_names
 from pippy.ir.halves.joint import NotLowered
-from pippy.ir.run.opaque_values import CONSTANTS
+from pippy.ir.run.stage_run import CONSTANTS
 
 _NOT_RUN = "eager: nothing was recorded yet"
 

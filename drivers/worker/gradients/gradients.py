@@ -38,7 +38,7 @@ from pippy.drivers.protocol.state import WorkerHooks
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, Gradient, GradientSums
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
 from pippy.drivers.worker.gradients.unscaling import unscaled
-from pippy.ir.base.sparse_tensors import is_sparse, map_stored, vector_norm
+from pippy.ir.base.trees import is_sparse, map_stored, vector_norm
 from pippy.ir.run.stage_backward import add_gradients
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.run.snapshot import snapshot_of_buffers
+from pippy.ir.run.batch_norm import DeferredBatchNorm
+from pippy.ir.run.in_place import snapshot_of_buffers
 
 
 class ReplicaBuffers:

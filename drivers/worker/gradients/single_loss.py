@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from pippy.drivers.base.errors import DriverError
-from pippy.ir.base.sparse_tensors import cat, narrow
-from pippy.ir.base.trees import children, describe, leaves, map_leaves
+from pippy.ir.base.trees import cat, children, describe, leaves, map_leaves, narrow
 from pippy.ir.run.stage_backward import stage_backward
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pippy.ir.base.sparse_tensors import form_and_parts, is_sparse
+from pippy.ir.base.trees import form_and_parts, is_sparse
 
 
 def unscaled(gradients: Mapping[int, torch.Tensor], scale: float) -> tuple[dict[int, torch.Tensor], list[int]]:

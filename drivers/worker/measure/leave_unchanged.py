@@ -10,8 +10,8 @@ from torch import nn
 from pippy.drivers.protocol.state import UnreadableTensor
 from pippy.ir.record.reached import is_own_code, reached_by
 from pippy.ir.run.forward_state import Before
+from pippy.ir.run.in_place import Snapshot
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.run.snapshot import Snapshot
 
 
 @contextmanager

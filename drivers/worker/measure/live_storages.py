@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from pippy.ir.base.sparse_tensors import plain_parts
+from pippy.ir.base.trees import plain_parts
 from pippy.ir.base.without_dynamo import DispatchMode
 
 _aten = torch.ops.aten

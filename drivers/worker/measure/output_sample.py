@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batch.division import CutTensor, DividedValue, Division, PerMicrobatch
-from pippy.ir.base.sparse_tensors import cat, has_rows, narrow
-from pippy.ir.base.trees import children, leaves, map_leaves
+from pippy.ir.base.trees import cat, children, has_rows, leaves, map_leaves, narrow
 
 Place = tuple[int, int]  # of a tensor: the number of the input, and of the value in it
 

@@ -23,9 +23,9 @@ from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
 from pippy.ir.base.operations import draws, effect_of
 from pippy.ir.base.without_dynamo import DispatchMode
+from pippy.ir.run.in_place import memory_of
 from pippy.ir.run.layers import LayerSpec, spec_of
 from pippy.ir.run.random_state import seed_all, untouched_random_state
-from pippy.ir.run.shared_tensors import memory_of
 
 Function = Callable[[nn.Module], Any]
 _one_at_a_time = threading.Lock()  # workers that are threads of one process seed the same generators

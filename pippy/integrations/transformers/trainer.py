@@ -4,7 +4,7 @@ The loop is the Trainer's own. These of its methods do their work on the workers
 
     the Trainer calls                     here
     ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    create_optimizer                      a plain optimizer, whose steps the workers do      optimizer.py
+    create_optimizer                      a plain optimizer, whose steps the workers do      pipelined_model.py
     training_step, for each batch         waits for the last of an update; then all are one step of the pipeline
     accelerator.clip_grad_norm_           the norm of the gradients on the workers
     prediction_step                       the same stages, without gradients
@@ -31,20 +31,24 @@ from pippy.drivers.base.errors import ClusterError, DriverError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.open_cluster import cluster as open_cluster
-from pippy.integrations.transformers.advice import in_words_of_trainers, logger
-from pippy.integrations.transformers.arguments import PipelineArguments, check_training_arguments
-from pippy.integrations.transformers.optimizer import OptimizerOfTrainer
+from pippy.integrations.transformers.arguments import (
+    PipelineArguments,
+    check_training_arguments,
+    in_words_of_trainers,
+    logger,
+)
 from pippy.integrations.transformers.pipelined_model import (
     ACCUMULATED,
     ITEMS,
+    OptimizerOfTrainer,
     PipelinedModel,
     TracedLoss,
     labels_that_count,
     shifted_labels_that_count,
 )
-from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import PippyError
-from pippy.ir.base.terminals import is_muted
+from pippy.ir.base.logs import is_muted
+from pippy.ir.base.readable import brief
 
 _RANDOM_STATE = "pippy_random_state.json"
 

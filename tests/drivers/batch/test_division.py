@@ -14,7 +14,7 @@ from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.specs import ChunkSpec, MicroBatches, Replicate, TensorChunkSpec
-from pippy.ir.base.sparse_tensors import cat
+from pippy.ir.base.trees import cat
 
 Pair = namedtuple("Pair", "left right")
 

@@ -25,7 +25,7 @@ from pippy import (
 from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.protocol.state import GiveState
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
+from pippy.ir.run.batch_norm import DeferredBatchNorm
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import stop, within
 

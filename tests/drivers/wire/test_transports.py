@@ -22,8 +22,7 @@ from pippy.drivers.wire.pickling import pickle_by_value, pickle_message, unpickl
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.wire.transport import SentCount
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from pippy.ir.base.sparse_tensors import form_and_parts
-from pippy.ir.base.trees import nbytes
+from pippy.ir.base.trees import form_and_parts, nbytes
 from tests.drivers.simulated_device import SimulatedDevice
 
 Point = namedtuple("Point", "x y")

@@ -18,8 +18,7 @@ from pippy import MultiUseParameterConfig, Pipe, PippyWarning
 from pippy.ir.base.errors import SharedParameterError, SplitError
 from pippy.ir.compile import compile_traced
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import mark, marks
-from pippy.ir.cut.uses import operations
+from pippy.ir.cut.uses import mark, marks, operations
 from pippy.ir.request import Request
 from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same, assert_same_state, fresh_inputs, twin

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import DeferredBatchNorm, Pipe, SplitPoint, annotate_split_points, clear_split_points, keyed_random, pipeline
-from pippy.ir.run.keyed_draws import draw_key, seed_draws
+from pippy.ir.run.random_state import draw_key, seed_draws
 
 
 def names(pipe):

@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pippy.ir.base.node_notes import FAKE_VALUE
 from pippy.ir.halves import adding_up as module
 from pippy.ir.halves.adding_up import adding_up, without_sums
-from pippy.ir.halves.pieces import Piece, Pieces, TakesAList
-from pippy.ir.halves.quick_code import quick_code
+from pippy.ir.halves.pieces import Piece, Pieces, TakesAList, quick_code
 from tests.ir.halves.test_pieces import MADE, Layers, joint_of
 
 

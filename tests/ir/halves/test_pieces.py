@@ -8,10 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.halves.joint import FakeInputs, joint_graph, storage_of
-from pippy.ir.halves.pieces import Pieces
-from pippy.ir.halves.quick_code import quick_code
-from pippy.ir.halves.smallest_cut import value_bytes
+from pippy.ir.halves.joint import FakeInputs, joint_graph, storage_of, value_bytes
+from pippy.ir.halves.pieces import Pieces, quick_code
 
 
 class Layers(nn.Module):

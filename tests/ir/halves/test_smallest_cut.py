@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from pippy.ir.halves.smallest_cut import is_cheap, smallest_cut, value_bytes
+from pippy.ir.halves.joint import is_cheap, smallest_cut, value_bytes
 
 aten = torch.ops.aten
 

@@ -11,11 +11,17 @@ import torch
 
 from pippy import pipeline
 from pippy.ir.base.readable import shortened
-from pippy.ir.show.content import Content, StageFigures, content_of
-from pippy.ir.show.drawing import html, mermaid
-from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
-from pippy.ir.show.svg import pipe_svg
-from pippy.ir.show.text_drawing import rows_of
+from pippy.ir.show.content import (
+    Box,
+    Content,
+    DrawnValue,
+    ParameterCopies,
+    StageFigures,
+    Structure,
+    content_of,
+    structure_of,
+)
+from pippy.ir.show.drawing import html, mermaid, pipe_svg, rows_of
 from tests.ir.show.shown import DRAWN, Named, example
 from tests.zoo import WAYS, exhibits
 

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
-from pippy.ir.show.content import content_of
-from pippy.ir.show.drawing import Drawing
-from pippy.ir.show.structure import DrawnValue, structure_of
-from pippy.ir.show.text_drawing import columns_in_order, last_use
+from pippy.ir.show.content import DrawnValue, content_of, structure_of
+from pippy.ir.show.drawing import Drawing, columns_in_order, last_use
 from tests.ir.show.shown import DRAWN, ExampleCode, Guessing, example
 
 X = torch.randn(4, 8)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.base.errors import InputError, PippyError, TracingError
-from pippy.ir.trace.c_calls import CallWatch
+from pippy.ir.trace.tracing_thread import CallWatch
 from tests.comparisons import twin
 
 X = torch.randn(6, 4, dtype=torch.float64)

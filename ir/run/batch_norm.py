@@ -1,9 +1,16 @@
-"""The running statistics of deferred batch norms, over the steps of a driver: one update for each call of a norm in forward.
+"""`DeferredBatchNorm`: it normalizes each micro-batch by itself, and notes what running statistics need of it.
+
+    forward of micro-batch 1     ─▶ noted: mean, variance, number of values ─┐
+    forward of micro-batch 0     ─▶ noted                                    ├─▶ one update of the running statistics,
+    ... computed again for R     ─▶ an attribute, which is put back          │   when the step ends (`StepStatistics`)
+    forward of micro-batch 2     ─▶ noted ───────────────────────────────────┘
+
+What is noted is an attribute of the module: so whoever runs a forward once more and leaves no trace of it, leaves none here.
 
 A step may fail on another worker after it has ended here. So what the statistics were is kept until the step is settled.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import count
@@ -11,9 +18,124 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted
-from pippy.ir.run.given_inputs import check_unchanged
+from pippy.ir.base.errors import BatchNormError
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.run.in_place import check_unchanged
+
+_NARROW = (torch.float16, torch.bfloat16)
+NoteStatistics = Callable[["DeferredBatchNorm", int, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """What a batch norm saw in one call: how many values in each channel, their mean and their (unbiased) variance.
+
+    ``turn`` numbers the calls of a worker.
+    """
+
+    microbatch: int
+    turn: int
+    values: int
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm whose running statistics are those of the whole mini-batch, in a pipeline too.
+
+    In training, each micro-batch is normalized by its own mean and variance. The running statistics change once, at the end of
+    a step, by the mean and the variance of all micro-batches together: as those of `nn.BatchNorm1d`, `2d` and `3d` change
+    that get the mini-batch as one batch. Without a pipeline, and in evaluation, it is such a module. Its arguments are theirs.
+
+    `convert_deferred_batch_norm` makes them of a model's batch norms.
+
+    >>> norm = DeferredBatchNorm(3)
+    >>> norm(torch.ones(4, 3, 2, 2)).shape, norm.num_batches_tracked
+    (torch.Size([4, 3, 2, 2]), tensor(1))
+    """
+
+    replaced: type[_BatchNorm] = nn.SyncBatchNorm  # whose dimensions an input must have: of that, two or more
+    note: NoteStatistics | None = (
+        None  # in a step of a driver: takes the number of values, their mean and their variance
+    )
+    noted: tuple[Noted, ...] = ()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a batch, or a micro-batch of a step."""
+        if self.note is None or not self.training or not self.track_running_stats or self.running_mean is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        is_wide = self.running_mean.dtype not in _NARROW
+        if is_wide:  # they are written by F.batch_norm
+            mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
+        else:
+            others = [dim for dim in range(input.dim()) if dim != 1]
+            with torch.no_grad():
+                variance, mean = torch.var_mean(input.detach().float(), others, correction=1)
+        # Noted before they are written: where torch.utils.checkpoint runs it again, autograd may leave in the midst of it.
+        self.note(self, input.numel() // max(1, input.shape[1]), mean, variance)
+        written = (mean, variance) if is_wide else (None, None)
+        return F.batch_norm(input, written[0], written[1], self.weight, self.bias, True, 1.0, self.eps)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        self.replaced._check_input_dim(self, input)
+
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@placing_words()
+def convert_deferred_batch_norm(model: nn.Module) -> nn.Module:
+    """Make all batch norms of a model update their running statistics once for each mini-batch, and return the model.
+
+    The modules stay the same objects, with their parameters, buffers, hooks and flags; their class becomes
+    `DeferredBatchNorm`. Convert the model before the Pipe is made, or after. Batch norms of other classes than
+    `nn.BatchNorm1d`, `2d` and `3d` are refused, if they have running statistics.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    >>> convert_deferred_batch_norm(model)
+    Sequential(
+      (0): Linear(in_features=4, out_features=4, bias=True)
+      (1): DeferredBatchNorm(4, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+      (2): ReLU()
+    )
+    """
+    norms = {path: each for path, each in model.named_modules() if isinstance(each, _BatchNorm)}
+    refused = [f"{path!r}: {reason}" for path, each in norms.items() if (reason := _reason_against(each))]
+    if refused:
+        raise BatchNormError(
+            "batch norms that cannot be converted:\n  " + "\n  ".join(refused) + "\nNothing was converted. What to do "
+            "without: convert the other parts of the model one by one, convert_deferred_batch_norm(model.part)"
+        )
+    for each in norms.values():
+        if type(each) in _CONVERTED:
+            each.replaced = type(each)  # type: ignore[assignment]
+            each.__class__ = DeferredBatchNorm
+    return model
+
+
+def _reason_against(norm: _BatchNorm) -> str | None:
+    """Why a batch norm cannot be converted; None if it can be, or need not be."""
+    name = type(norm).__name__
+    if isinstance(norm, LazyModuleMixin):
+        return f"a {name} does not know its channels yet; call the model once before"
+    if isinstance(norm, DeferredBatchNorm) or norm.running_mean is None:
+        return None
+    if is_parametrized(norm):
+        return "it is parametrized; convert it before"
+    if isinstance(norm, nn.SyncBatchNorm):
+        return f"a {name} normalizes over several processes; take nn.BatchNorm1d, 2d or 3d"
+    if type(norm) not in _CONVERTED:
+        return (
+            f"{name} is a class of its own, and may compute anything; derive it from pippy.DeferredBatchNorm, and let its "
+            "forward call super().forward"
+        )
+    return "its forward was replaced by a function; put that back" if "forward" in vars(norm) else None
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Batch norms whose running statistics are those of whole mini-batches."""
