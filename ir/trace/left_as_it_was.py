@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from pippy.ir.base import source
+from pippy.ir.base.errors import TracingError
 from pippy.ir.base.operations import IN_PLACE, is_in_place, name_of
 from pippy.ir.base.surroundings import SETTINGS
 from pippy.ir.base.trees import leaves
@@ -83,12 +84,25 @@ def _leaving_users_code(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def forgetting_one_trace() -> Iterator[None]:
-    """A context for one of several traces, inside of `tracing`: the next trace finds nothing of it."""
+    """A context for one of several traces, inside of `tracing`: the next trace finds nothing of it.
+
+    Raises where forward keeps a number that it computes in an object, as a running mean.
+    """
+    kept: list[str] = []
     try:
         yield
     finally:
         if _held is not None:
-            _held.restore()
+            kept = _held.restore()
+    if kept:
+        raise (
+            TracingError(
+                f"forward() sets {', '.join(kept)} to what it computes, but the stages of a Pipe set no attributes, so the "
+                "next step would compute with the number of before. What to do: keep it in a buffer of a module, and change that "
+                "in place; or move the code into the forward of a module of its own, without a mark inside, which is called as "
+                "a whole"
+            )
+        )
 
 
 def numpys_generators() -> list[Any]:
@@ -144,8 +158,9 @@ class _Held:
         name, file = getattr(module, "__name__", None), getattr(module, "__file__", None)
         return name in self._files or name == "__main__" or (file is not None and _is_users_own(file))
 
-    def restore(self) -> None:
-        """Take out what stands for a value of the trace."""
+    def restore(self) -> list[str]:
+        """Take out what stands for a value of the trace. Returns the attributes of objects that had numbers in their places."""
+        kept: list[str] = []
         for cache in self._caches:
             if any(map(_holds, gc.get_referents(cache))):
                 cache.cache_clear()
@@ -153,11 +168,17 @@ class _Held:
             now = getattr(owner, "__dict__", {})
             for name in [name for name, value in now.items() if value is not names.get(name) and _holds(value)]:
                 setattr(owner, name, names[name]) if name in names else delattr(owner, name)
+                is_number = isinstance(names.get(name), torch.Tensor | int | float) and not isinstance(
+                    names[name], bool
+                )
+                if is_number and not isinstance(owner, nn.Module | types.ModuleType | type | types.FunctionType):
+                    kept.append(f"{name!r} of a {type(owner).__name__}")
         for container, before in self._containers:
             now, then = _entries(container), _entries(before)
             if (len(now) != len(then) or any(map(operator.is_not, now, then))) and any(map(_holds, now)):
                 container.clear()
                 container.extend(before) if isinstance(container, list | deque) else container.update(before)
+        return kept
 
 
 _held: _Held | None = None  # while a model is traced; one is at a time

@@ -1,6 +1,7 @@
 """After a trace, one that succeeds and one that is refused, torch and the caches of the user's code are as they were."""
 
 import contextlib
+import copy
 import functools
 import importlib
 
@@ -11,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from pippy import PipeTracer, pipe_split, pipeline
-from pippy.ir.base.errors import PippyError
+from pippy import PipeTracer, PippyWarning, pipe_split, pipeline
+from pippy.ir.base.errors import PippyError, TracingError
 from pippy.ir.trace.left_as_it_was import torch_as_it_is
 
 X = torch.randn(2, 4)
@@ -302,3 +303,43 @@ def test_a_forward_that_stops_within_everything():
         restore()
         assert state() == within and (X @ X.T).dtype == torch.bfloat16
     assert state() == before
+
+
+class RunningMean:
+    """Divides by a mean that it keeps."""
+
+    def __init__(self):
+        self.mean = torch.ones(())
+
+    def __call__(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x / self.mean
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.by = nn.Linear(4, 4), nn.Linear(4, 4), RunningMean()
+
+    def forward(self, x):
+        return self.last(self.by(self.first(x)))
+
+
+class Marked(Normalized):
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.last(self.by(x))
+
+
+def test_a_number_that_an_object_keeps_is_no_constant():
+    """Each step had the number of before the first."""
+    with pytest.raises(TracingError, match="sets 'mean' of a RunningMean to what it computes"):
+        pipeline(Marked())
+    model = Normalized()
+    assert torch.equal(model.by.mean, torch.ones(()))
+    with pytest.warns(PippyWarning, match="'mean' of a RunningMean"):
+        pipe = pipeline(model)
+    plain, x = copy.deepcopy(model), torch.randn(3, 4)
+    for _ in range(3):
+        torch.testing.assert_close(pipe(x), plain(x))
