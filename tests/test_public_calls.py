@@ -80,4 +80,4 @@ def test_a_type_error_inside_a_call_is_left_alone():
             raise TypeError("of the user's")
 
     with pytest.raises(PippyError, match="of the user's"):
-        pipeline(Own(), nn.MSELoss())
+        pipeline(Own(), nn.MSELoss(), num_stages=2)

@@ -98,9 +98,9 @@ def forgetting_one_trace() -> Iterator[None]:
         raise (
             TracingError(
                 f"forward() sets {', '.join(kept)} to what it computes, but the stages of a Pipe set no attributes, so the "
-                "next step would compute with the number of before. What to do: keep it in a buffer of a module, and change that "
-                "in place; or move the code into the forward of a module of its own, without a mark inside, which is called as "
-                "a whole"
+                "next step would compute with the number of before. What to do: keep it in a buffer of a module, and change "
+                "that in place; or move the code into the forward of a module of its own, without a mark inside, which is "
+                "called as a whole"
             )
         )
 

@@ -220,9 +220,7 @@ class DriverGraphs:
 
     def _plan(self, call: "_Call") -> StepPlan:
         sizes, parts = call.sizes(), list[GraphPart]()
-        by_size = {
-            size: self._graph(call, at, size) for size, at in {size: at for at, size in enumerate(sizes)}.items()
-        }
+        by_size = {size: self._graph(call, sizes.index(size), size) for size in dict.fromkeys(sizes)}
         for at, graph in enumerate(map(by_size.__getitem__, sizes)):
             if parts and parts[-1].graph is graph:
                 parts[-1] = replace(parts[-1], end=at + 1)
