@@ -29,7 +29,7 @@ from torch import nn
 
 from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.plan import simulate
-from pippy.drivers.plan.cost.timeline import Timeline
+from pippy.drivers.plan.cost.simulate import Timeline
 
 WIDTH, ROWS = 128, 128  # just so many products that a weight's gradient is worth putting off to W
 TIMES = (0.048, 0.050, 0.046)  # of a stage: F, I, W

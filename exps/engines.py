@@ -35,12 +35,12 @@ import torch
 import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
-from pippy.drivers.engines.kept_memory import keep_freed_memory
+from pippy.drivers.base.process import keep_freed_memory
 from pippy.drivers.engines.torchrun.interfaces import link_named
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
-from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.messages.rpc_values import RpcValues
+from pippy.drivers.wire.messages.rpc import RpcValues
+from pippy.drivers.wire.messages.worker_messages import MessageQueue
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import Transport

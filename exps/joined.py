@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pippy.drivers.base.errors import WorkerLostError
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.joined.joined_cluster import joined_cluster
+from pippy.drivers.engines.joined.joined_engine import joined_cluster
 from tests.drivers.model.recovery.runs import Run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -58,7 +58,7 @@ from exps.joined import joined
 from pippy.drivers.base.errors import CheckpointError, ClusterError, StepError, WorkerLostError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.open_cluster import cluster as cluster_on
-from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.recovery.recovery import replace_lost_workers
 from tests.drivers.model.recovery.runs import WIDTH, Run
 from tests.drivers.processes import close_open_cluster
 

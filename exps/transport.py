@@ -33,8 +33,8 @@ import torch.distributed as dist
 from exps import engines
 from exps.peers.hosts import NoHosts
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.messages.rpc_values import transport_by_rpc
+from pippy.drivers.wire.messages.rpc import transport_by_rpc
+from pippy.drivers.wire.messages.worker_messages import MessageQueue
 from pippy.drivers.wire.worker_transport import WorkerTransport
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "256 KB": 1 << 18, "1 MB": 1 << 20, "4 MB": 1 << 22}

@@ -2,7 +2,7 @@
 
 import pippy.errors as errors
 from pippy.drivers.batch.specs import ChunkSpec, Max, Mean, MicroBatches, Min, Replicate, Sum, TensorChunkSpec
-from pippy.drivers.driver.data.index_loader import IndexLoader
+from pippy.drivers.driver.data import IndexLoader
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.drivers import (
     PipelineDriver,
@@ -10,8 +10,7 @@ from pippy.drivers.driver.drivers import (
     PipelineDriverFillDrain,
     PipelineDriverInterleaved1F1B,
 )
-from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.cluster import Cluster, current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
 from pippy.drivers.files.contents import load_checkpoint

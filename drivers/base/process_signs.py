@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pippy.drivers.base.process import stat_of
 from pippy.ir.base.source import is_users
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,9 +44,8 @@ class Sign:
     @classmethod
     def of(cls, pid: int) -> "Sign | None":
         """That of a process now; None if the system does not say."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
+        fields = stat_of(pid)
+        if not fields:
             return None
         copied = 0
         with suppress(OSError, ValueError):

@@ -13,27 +13,166 @@ does not is measured instead. With memory= or memory_limit=, all programs fit, f
 it, and again for larger shapes, and the order that is measured is the fastest by guessed costs. If a call then gives no number
 of micro-batches, two numbers that fit are measured, and then the best of all numbers runs. A step that fails is measured
 again, and so is one in which graphs of stages were recorded or compiled: that is no part of later steps.
+
+`Measurements` are the steps that `schedule="auto"` measures for one number of micro-batches: both programs keep the limits.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pippy.drivers.base.errors import DriverError
-from pippy.drivers.choice.divided_call import CallShapes, DividedCall, no_larger
-from pippy.drivers.choice.given_limits import GivenLimits
-from pippy.drivers.choice.measured_programs import programs_that_fit, programs_within
-from pippy.drivers.choice.measurements import Answers, Measurements, StepPurpose, with_measured_costs
-from pippy.drivers.choice.stage_estimates import costs_by_rows
-from pippy.drivers.plan.choice.candidate import MicroBatch
+from pippy.drivers.base.errors import DriverError, StepError
+from pippy.drivers.choice.given_limits import CallShapes, DividedCall, GivenLimits, costs_by_rows, no_larger
+from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.choice.choice import Choice
-from pippy.drivers.plan.choice.problem import Problem
+from pippy.drivers.plan.choice.problem import Candidate, MicroBatch, Problem, live_counts
+from pippy.drivers.plan.cost.simulate import Costs
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.passes.recompute import Checkpoint
+from pippy.drivers.plan.passes.rewrites import Checkpoint, has_halves, in_halves
+from pippy.drivers.protocol.steps import StepResult
+from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import measured_costs
 from pippy.ir.base.readable import brief
+
+
+@dataclass(frozen=True)
+class MeasuredPrograms:
+    """A program with whole backwards, and one with halves."""
+
+    whole: Program
+    halves: Program
+
+
+def programs_that_fit(choice: Choice) -> MeasuredPrograms:
+    """The fastest of the candidates with whole backwards whose order with halves keeps the limits, too."""
+    without_halves = [each for each in choice.candidates if not has_halves(each.program)]
+    for each in without_halves:
+        halves = in_halves(each.program)
+        if not choice.problem.refusal(Candidate(halves, each.micro_batch)):
+            return MeasuredPrograms(each.program, halves)
+    program = (without_halves or choice.candidates)[0].program
+    return MeasuredPrograms(program, program)
+
+
+def programs_within(problem: Problem) -> MeasuredPrograms:
+    """The program of the problem, or if it holds too many micro-batches, an order of as many as there is room for."""
+    program, placement = problem.program, problem.program.placement
+    if problem.refusal(Candidate(program, problem.micro_batch(program.chunks))):
+        program = make_schedule(
+            "list",
+            workers=program.workers,
+            chunks=program.chunks,
+            placement=placement,
+            checkpoint=problem.checkpoint or "never",
+            memory=live_counts(problem.limits, placement, program.chunks),
+            halves=False,
+        )
+    return MeasuredPrograms(program, in_halves(program))
+
+
+@dataclass(frozen=True)
+class StepPurpose:
+    """The purpose of a step: the name of its program, and whether it is recorded."""
+
+    program: str
+    record: bool = False
+
+
+UNMEASURED = StepPurpose("")  # a step of any other schedule
+MEASURED_STEPS = (
+    StepPurpose("whole"),
+    StepPurpose("whole", record=True),
+    StepPurpose("whole", record=True),
+    StepPurpose("halves"),
+    StepPurpose("halves", record=True),
+    StepPurpose("halves", record=True),
+)
+CHOSEN = StepPurpose("chosen")
+
+Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives what the workers answered
+
+
+@dataclass
+class Measurements:
+    """The measurements so far, and the choice once they are complete."""
+
+    problem: Problem
+    limits: GivenLimits
+    programs: MeasuredPrograms | None = None
+    costs: Costs | None = None  # as they were measured
+    choice: Choice | None = None
+    shapes: CallShapes = ()  # the largest for which bytes were counted
+    version: int = 0  # how often they had to be counted again for larger shapes
+    done: int = 0
+    step_under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
+    recording: Recording = field(default_factory=Recording)
+    error: DriverError | None = None
+
+    def next_step(self) -> tuple[StepPurpose, Program]:
+        """The purpose of the next step, and its program."""
+        if self.choice is not None:
+            purpose, program = CHOSEN, self.choice.program
+        else:
+            assert self.programs is not None
+            purpose = self._purpose
+            program = self.programs.halves if purpose.program == "halves" else self.programs.whole
+        name = f"{purpose.program} {self.version}" if self.version else purpose.program
+        return replace(purpose, program=name), program
+
+    @property
+    def _purpose(self) -> StepPurpose:
+        """The purpose of the next step that is measured."""
+        return MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
+
+    def begin(self, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
+        """Begin to measure a step. Returns a function to call after sending, with what waits for the step."""
+        if self.choice is not None:
+            return lambda answers: None
+        note = self.recording.begin(program, ranks, [str(rank) for rank in ranks])
+
+        def sent(answers: Answers) -> None:
+            self.step_under_way = answers, note
+
+        return sent
+
+    def finish_step(self) -> None:
+        """Wait for the step that is under way and use what it measured. After the last one, choose."""
+        if self.error is not None:
+            raise self.error
+        if self.choice is not None or self.step_under_way is None:
+            return
+        (answers, note), self.step_under_way = self.step_under_way, None
+        try:
+            results = answers()
+        except StepError:  # the caller of that step's result() gets the error
+            return
+        if self._purpose.record:
+            if any(each.prepared for each in results.values()):
+                return  # its times are those of recording and compiling
+            note(results)
+        self.done += 1
+        if self.done == len(MEASURED_STEPS):
+            self._choose()
+
+    def _choose(self) -> None:
+        self.costs = measured_costs(self.recording.steps)
+        problem = replace(self.problem, program=self.recording.steps[-1].program)  # which has the edges
+        try:
+            self.choice = self.limits.best(with_measured_costs(problem, self.costs))
+        except DriverError as error:
+            self.error = error
+            raise
+        self.recording = Recording()
+
+
+def with_measured_costs(problem: Problem, costs: Costs | Callable[[int], Costs]) -> Problem:
+    """The problem with measured costs in place of guessed ones: for all numbers of micro-batches, or for each."""
+    guessed, known = problem.micro_batch, costs if callable(costs) else lambda _: costs
+    return replace(problem, micro_batch=lambda chunks: replace(guessed(chunks), costs=known(chunks)))
+
 
 _log = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ class UncountedError(DriverError):
     """
 
     def __init__(
-        self,
-        reason: str,
-        remedy: str = "measure it, in a step that runs: with driver.record(memory=True) as recording",
+        self, reason: str, remedy: str = "measure it, in a step that runs: with driver.record(memory=True) as recording"
     ) -> None:
         super().__init__(reason, remedy)
         self.reason, self.remedy = reason, remedy

@@ -37,11 +37,10 @@ from pippy.drivers.plan.cost.held_bytes import ModelInput, PipeBytes, StageBytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.passes.halves import in_halves
+from pippy.drivers.plan.passes.rewrites import in_halves
 from pippy.drivers.protocol.compile_options import GRAPHS, CompileOptions
-from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.worker.bind import BoundProgram
-from pippy.drivers.worker.executor import Executor
+from pippy.drivers.wire.worker_transport import in_process
+from pippy.drivers.worker.executor import BoundProgram, Executor
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.base.fake_mode import FakeMode

@@ -32,7 +32,7 @@ from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.check_step import StepCheck, checked_model
 from pippy.drivers.driver.check.comparisons import Budget
 from pippy.drivers.driver.check.report import Checked, CheckReport
-from pippy.drivers.driver.data.sent_datasets import check_no_columns
+from pippy.drivers.driver.data import check_no_columns
 from pippy.drivers.driver.data_iterators import evaluating, loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
 from pippy.drivers.driver.step_runner import StepRunner, StepSettings, in_slices_of, surroundings_of
@@ -49,26 +49,21 @@ from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.results import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
-from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import current_cluster
-from pippy.drivers.engines.topology import DriverPlaces
+from pippy.drivers.engines.cluster import Cluster, DriverPlaces, current_cluster
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.model.recovery.recovery import finish_saving
-from pippy.drivers.model.recovery.replace_workers import NotReplaced
+from pippy.drivers.model.recovery.recovery import NotReplaced, finish_saving
 from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.cost.held_bytes import PipeBytes
-from pippy.drivers.plan.passes.halves import has_halves
+from pippy.drivers.plan.passes.rewrites import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.programs import AskCompiled
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
-from pippy.drivers.session.driver_commands import DriverCommands, in_turn
-from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
-from pippy.drivers.session.step_numbers import first_numbers
+from pippy.drivers.session.driver_commands import DriverCommands, NonFiniteGradients, first_numbers, in_turn
 from pippy.ir.base import source
 from pippy.ir.base.public_calls import check_amount, placing_words
 from pippy.ir.base.readable import brief, count_with_noun, html_table, shortened

@@ -9,7 +9,7 @@ from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.choice.choice import Choice
-from pippy.drivers.plan.passes.recompute import Checkpoint
+from pippy.drivers.plan.passes.rewrites import Checkpoint
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import brief
 from pippy.ir.pipe import Pipe

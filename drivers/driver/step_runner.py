@@ -14,21 +14,18 @@ from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
-from pippy.drivers.choice.auto import Auto
-from pippy.drivers.choice.divided_call import DividedCall, fails_guard
-from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
-from pippy.drivers.choice.stage_estimates import call_to_fit
+from pippy.drivers.choice.auto import UNMEASURED, Auto, StepPurpose
+from pippy.drivers.choice.given_limits import DividedCall, call_to_fit, fails_guard
 from pippy.drivers.count.fake_errors import UncountedError
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
-from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
-from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+from pippy.drivers.driver.data import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph, StepPlan
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
-from pippy.drivers.driver.steps.results import Results, RunningStep
+from pippy.drivers.driver.steps.results import Results, RunningStep, asked_outputs
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.placed_pipe import PlacedHooks, PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics

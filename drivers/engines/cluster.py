@@ -1,22 +1,126 @@
-"""The workers that a controller drives, on an engine. Other files open clusters: those of the engines, and lazy_cluster.py."""
+"""The workers that a controller drives, on an engine. Clusters are opened by the files of engines, and by `pippy run`.
+
+`Topology` says who is who: the host and process of each worker, and the stages that the open drivers have placed on it.
+
+Drivers without a cluster argument take the current cluster. A thread may have only one open at a time.
+
+`pippy run` says how many workers a script's cluster has. This cluster starts when the script first uses it, by `cluster()`, or
+by `current_cluster()`, as a driver does that is given no cluster. A cluster that the script opens by `local_cluster` is its
+own. If the script never asks, no worker is started.
+"""
 
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.interrupts import put_off
 from pippy.drivers.engines.engine import Engine
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
 from pippy.drivers.session.session import Session
-from pippy.ir.base.readable import count_with_noun, html_table, shortened
+from pippy.ir.base.readable import brief, count_with_noun, html_table, shortened, text_table
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker: its name, host and process, and what each driver has placed there, in words, by the driver's number.
+
+    A worker that was lost, and whose place is empty, has no process: its pid is None.
+
+    >>> WorkerPlace("worker0", "node1", 4711).pid
+    4711
+    """
+
+    name: str
+    host: str
+    pid: int | None
+    holds: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DriverPlaces:
+    """A driver as its cluster knows it: its name, and what it has placed on each worker, in words.
+
+    >>> DriverPlaces("PipelineDriver1F1B", {0: "stage 0"}).name
+    'PipelineDriver1F1B'
+    """
+
+    name: str
+    holds: Mapping[int, str]
+
+    @staticmethod
+    def of(name: str, replicas: Sequence[Sequence[int]]) -> "DriverPlaces":
+        """Those of a driver, of which ``replicas`` has the worker of each stage, for each replica.
+
+        >>> DriverPlaces.of("driver", [[0, 1, 0]]).holds, DriverPlaces.of("driver", [[3], [4]]).holds
+        ({0: 'stages 0, 2', 1: 'stage 1'}, {3: 'replica 0, stage 0', 4: 'replica 1, stage 0'})
+        """
+        holds = {}
+        for replica, ranks in enumerate(replicas):
+            which = f"replica {replica}, " * (len(replicas) > 1)
+            for rank in dict.fromkeys(ranks):
+                stages = [str(stage) for stage, worker in enumerate(ranks) if worker == rank]
+                holds[rank] = f"{which}stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        return DriverPlaces(name, holds)
+
+
+@dataclass(frozen=True)
+class ClusterTopology:
+    """The workers of a cluster: print it, or ask for one by its number. ``drivers`` are the open drivers, in words, by number.
+
+    >>> places = WorkerPlace("a", "node1", 10, {0: "stage 0"}), WorkerPlace("b", "node1", 11)
+    >>> topology = ClusterTopology(places, {0: "1f1b"})
+    >>> print(topology)
+    worker   name   host    pid   1f1b
+    ─────────────────────────────────────
+    0        a      node1    10   stage 0
+    1        b      node1    11
+    >>> topology[1].name, len(topology)
+    ('b', 2)
+    """
+
+    workers: tuple[WorkerPlace, ...]
+    drivers: Mapping[int, str] = field(default_factory=dict)
+
+    def __getitem__(self, worker: int) -> WorkerPlace:
+        return self.workers[worker]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def _table(self) -> list[Sequence[str]]:
+        rows = [
+            [
+                str(at),
+                each.name,
+                each.host,
+                str(each.pid or ""),
+                *(each.holds.get(number, "") for number in self.drivers),
+            ]
+            for at, each in enumerate(self.workers)
+        ]
+        return [["worker", "name", "host", "pid", *self.drivers.values()], *rows]
+
+    def _words(self) -> tuple[int, ...]:
+        return (0, 1, 2, *range(4, 4 + len(self.drivers)))
+
+    def __str__(self) -> str:
+        head, *rows = self._table()
+        return text_table(head, rows, words=self._words())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table(), words=self._words())
+
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +143,7 @@ class Cluster:
     <Cluster of 1 worker, closed: only>
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        session: Session,
-        engine: Engine,
-        device_type: str = "cpu",
-    ) -> None:
+    def __init__(self, names: Sequence[str], session: Session, engine: Engine, device_type: str = "cpu") -> None:
         self.workers, self.device_type = tuple(names), device_type
         self.session, self.engine = session, engine
         self._drivers = itertools.count()
@@ -165,3 +263,150 @@ def _end_unclosed(session: Session, engine: Engine) -> None:
     """End the workers of a cluster that nobody has closed, and to which nothing refers any more."""
     with put_off():
         engine.close(session.log.lost)
+
+
+@dataclass
+class LazyCluster:
+    """The number of workers of a script, the function that starts them, and the cluster that was started last.
+
+    >>> LazyCluster(2, {"threads": 1}, dict).requested(2, {"device": "cpu"}, timeout=3.0)
+    {'n': 2, 'threads': 1, 'device': 'cpu', 'timeout': 3.0}
+    """
+
+    n: int
+    options: dict[str, Any]
+    start: Callable[..., Cluster]
+    started: Cluster | None = field(default=None, repr=False)
+    is_passed_over: bool = field(default=False, repr=False)  # the script has opened a cluster of its own
+
+    def current(self) -> Cluster:
+        """The cluster; a new one if the last one is closed."""
+        if self.started is None or self.started.closed:
+            self.started = self.start(n=self.n, **self.options)
+        return self.started
+
+    def requested(self, n: int | None, options: dict[str, Any], **times: float) -> Cluster:
+        """The cluster for a call of `cluster` in the script. Its options override those of the command line."""
+        if n not in (None, self.n):
+            raise ClusterError(
+                f"n={brief(n)}, and this script was started for {self.n} workers; leave out n, or start it "
+                f"with: pippy run -n {brief(n)}"
+            )
+        if options or self.started is None or self.started.closed:
+            self.started = self.start(n=self.n, **self.options | options, **times)
+        return self.started
+
+
+_current: LazyCluster | None = None
+
+
+def current_lazy_cluster() -> LazyCluster | None:
+    """The lazy cluster of this process, if `pippy run` has made one.
+
+    >>> current_lazy_cluster() is None
+    True
+    """
+    return _current
+
+
+def note_local_cluster() -> None:
+    """A local cluster starts: that of `pippy run`, or one of the script's own."""
+    if _current is not None and _current.started is None:
+        _current.is_passed_over = True
+
+
+@contextmanager
+def lazy_cluster(n: int, start: Callable[..., Cluster], **options: Any) -> Iterator[LazyCluster]:
+    """Inside, the first use of the cluster calls ``start(n=n, **options)``; at the end the cluster is closed."""
+    global _current
+    _current = lazy = LazyCluster(n, options, start)
+    try:
+        yield lazy
+    finally:
+        _current = None
+        if lazy.started is not None:
+            lazy.started.close()
+
+
+_opened: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Cluster]]" = (
+    weakref.WeakKeyDictionary()
+)  # the last one
+_by_rpc: "weakref.ref[Cluster] | None" = None  # the last one whose processes RPC connects
+_joining = threading.Lock()
+
+
+def current_cluster() -> Cluster:
+    """The cluster of this thread: that of its innermost ``with``, or the one that it has open; or else that of the main thread.
+
+    A thread without either takes the only cluster that another thread has, or that of `pippy run`.
+
+    >>> current_cluster()
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.ClusterError: no cluster is open; open one: with cluster(2) as workers: ...
+    """
+    cluster = _cluster_of(threading.current_thread()) or _cluster_of(threading.main_thread()) or _cluster_of_others()
+    if cluster is None and (lazy := current_lazy_cluster()) is not None:
+        cluster = lazy.current()
+    if cluster is None:
+        raise ClusterError("no cluster is open; open one: with cluster(2) as workers: ...")
+    return cluster
+
+
+def _cluster_of_others() -> Cluster | None:
+    threads = {thread for thread, _ in entered_clusters} | set(_opened)
+    clusters = [cluster for cluster in map(_cluster_of, threads) if cluster is not None]
+    if len(clusters) > 1:
+        raise ClusterError(
+            f"this thread has opened no cluster, and {len(clusters)} other threads have; give the driver its cluster: "
+            "PipelineDriver(pipe, workers)"
+        )
+    return clusters[0] if clusters else None
+
+
+def _cluster_of(thread: threading.Thread) -> Cluster | None:
+    entered = [cluster for other, cluster in entered_clusters if other is thread]
+    return entered[-1] if entered else _open(_opened.get(thread))
+
+
+@contextmanager
+def opening(by_rpc: bool) -> Iterator[None]:
+    """The block opens a cluster. If RPC connects its processes, raise if any thread has one open of which that is so."""
+    if not by_rpc:
+        yield
+        return
+    with _joining:
+        _check_closed(_open(_by_rpc), "by RPC can be open in a process", "open this one without transport='rpc'")
+        yield
+
+
+def note_opened_cluster(cluster: Cluster, by_rpc: bool) -> Cluster:
+    """Note that this thread has opened a cluster."""
+    global _by_rpc
+    _opened[threading.current_thread()] = weakref.ref(cluster)
+    if by_rpc:
+        _by_rpc = weakref.ref(cluster)
+    return cluster
+
+
+def check_none_open() -> None:
+    """Raise if this thread has opened a cluster that is open. One that has lost a worker is closed here."""
+    _check_closed(
+        _open(_opened.get(threading.current_thread())),
+        "can be open in a thread",
+        "use it: several drivers can share one cluster",
+    )
+
+
+def _check_closed(cluster: Cluster | None, rule: str, remedy: str) -> None:
+    if cluster is None:
+        return
+    if not cluster.session.broken:
+        raise ClusterError(
+            f"only one cluster {rule}, and {brief(cluster)} is; {remedy}; or close it first: current_cluster().close()"
+        )
+    cluster.close()
+
+
+def _open(reference: "weakref.ref[Cluster] | None") -> Cluster | None:
+    cluster = reference() if reference is not None else None
+    return cluster if cluster is not None and not cluster.closed else None

@@ -65,9 +65,5 @@ def start(engine: Engine, timeout: float, start_timeout: float) -> Session:
     """Start the workers of an engine. Returns what calls them."""
     addresses = engine.start(start_timeout)
     return Session(
-        addresses,
-        timeout,
-        deaths=engine.deaths,
-        messages=engine.messages,
-        recovery_advice=engine.recovery_advice,
+        addresses, timeout, deaths=engine.deaths, messages=engine.messages, recovery_advice=engine.recovery_advice
     )

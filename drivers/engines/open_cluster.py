@@ -8,9 +8,8 @@ import torch
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.arguments import check_choice
-from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.joined.joined_cluster import joined_cluster
-from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
+from pippy.drivers.engines.cluster import Cluster, current_lazy_cluster
+from pippy.drivers.engines.joined.joined_engine import joined_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.ray.ray_cluster import ray_cluster
 from pippy.drivers.engines.torchrun.torchrun import torchrun_cluster

@@ -20,13 +20,11 @@ from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.protocol.commands import GIVE_UP_ALL
 from pippy.drivers.session.calls import Address
-from pippy.drivers.wire.gpu.accelerator import Accelerator
-from pippy.drivers.wire.gpu.copies import DeviceCopies
+from pippy.drivers.wire.gpu.copies import Accelerator, DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.wire.messages.controller_messages import ControllerMessages
-from pippy.drivers.wire.messages.message_queue import Ended, MessageQueue
-from pippy.drivers.wire.messages.own_messages import OwnMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerMessages, OwnMessages
+from pippy.drivers.wire.messages.worker_messages import Ended, MessageQueue
+from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 

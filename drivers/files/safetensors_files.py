@@ -107,11 +107,7 @@ def write_tensors(
     offset = 0
     for each, tensor in ordered.items():
         end = offset + tensor.numel() * tensor.dtype.itemsize
-        header[each] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        header[each] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

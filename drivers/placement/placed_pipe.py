@@ -1,9 +1,9 @@
 """A Pipe whose stages have their workers: where everything is, and what each worker is sent."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import fx, nn
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
-from pippy.drivers.placement.buckets import gradient_buckets
-from pippy.drivers.plan.language.instructions import NOTES
+from pippy.drivers.plan.language.exchanges import ExchangeProgram
+from pippy.drivers.plan.language.instructions import NOTES, ReceiveParameters, SendParameters
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program, computations_of
+from pippy.drivers.plan.passes.communicate import exchange
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, Load, OutOfOrderLimits
 from pippy.drivers.protocol.state import GradientBucket, NamedHooks, ReplicatedParameter, TensorLocation, WorkerHooks
@@ -28,6 +29,82 @@ from pippy.ir.record.reached import reached_by
 from pippy.ir.run.copies import GradientHooks
 from pippy.ir.run.in_place import get_tensor
 from pippy.ir.run.key_value_cache import extended_cache
+
+# Which worker adds up the gradients of which parameters, and what goes in one message.
+
+
+BUCKET_BYTES = 8 << 20  # a message has no more, unless one parameter has
+
+Sized = tuple[ReplicatedParameter, int]
+
+
+def gradient_buckets(parameters: Sequence[ReplicatedParameter], sizes: Mapping[str, int]) -> tuple[GradientBucket, ...]:
+    """Divide parameters into buckets. All workers with copies add up about as many bytes. ``sizes`` are the bytes by name.
+
+    Parameters of different stages are in different buckets, as their gradients are complete at different times.
+
+    >>> from pippy.drivers.protocol.state import TensorLocation
+    >>> places = {name: TensorLocation(f"submod_{stage}", name) for name, stage in [("a", 0), ("b", 0), ("c", 0), ("d", 2)]}
+    >>> parameters = [ReplicatedParameter(name, ((0, place), (2, place))) for name, place in places.items()]
+    >>> buckets = gradient_buckets(parameters, {"a": 100, "b": 300, "c": 200, "d": 50})
+    >>> [(bucket.owner, [each.name for each in bucket.parameters]) for bucket in buckets]
+    [(0, ['b']), (2, ['a', 'c']), (0, ['d'])]
+    """
+    by_stages: dict[tuple[Any, ...], list[Sized]] = {}
+    for each in parameters:
+        key = tuple(worker for worker, _ in each.copies), tuple(place.call for _, place in each.copies)
+        by_stages.setdefault(key, []).append((each, sizes[each.name]))
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # for the same workers, the bytes that each of them adds up
+    return tuple(
+        GradientBucket(owner, bucket)
+        for (workers, _), sized in by_stages.items()
+        for owner, parts in _divided(sized, loads.setdefault(workers, dict.fromkeys(workers, 0))).items()
+        for bucket in _filled(parts)
+    )
+
+
+def _divided(sized: Sequence[Sized], loads: dict[int, int]) -> dict[int, list[Sized]]:
+    """The parameters that each worker adds up: the largest first, each to the worker that has the least so far."""
+    owners: dict[str, int] = {}
+    for each, size in sorted(sized, key=lambda pair: -pair[1]):
+        owners[each.name] = owner = min(loads, key=loads.__getitem__)
+        loads[owner] += size
+    return {worker: [pair for pair in sized if owners[pair[0].name] == worker] for worker in loads}
+
+
+def _filled(sized: Iterable[Sized]) -> Iterator[tuple[ReplicatedParameter, ...]]:
+    """The parameters of one worker in buckets, in their order."""
+    full = total = 0
+    numbered = []
+    for each, size in sized:
+        if total and total + size > BUCKET_BYTES:
+            full, total = full + 1, 0
+        total += size
+        numbered.append((full, each))
+    for _, bucket in groupby(numbered, key=lambda pair: pair[0]):
+        yield tuple(each for _, each in bucket)
+
+
+# Who sends which updated parameters to whom, for an optimizer whose state is divided among replicas of the pipeline.
+
+
+def passing_on(buckets: Iterable[GradientBucket], names: Container[str]) -> ExchangeProgram:
+    """The program that follows an update of the parameters with these names: who adds up their gradients updates them.
+
+    >>> from pippy.drivers.protocol.state import ReplicatedParameter
+    >>> buckets = [GradientBucket(2, (ReplicatedParameter("weight", ((0, "here"), (2, "there"))),), "stage 0 part 1")]
+    >>> print(passing_on(buckets, {"weight"}))
+    exchange parameters
+    worker 0
+      receive parameters of stage 0 part 1 from 2
+    worker 2
+      send parameters of stage 0 part 1 to 0
+    """
+    own = [bucket for bucket in buckets if any(each.name in names for each in bucket.parameters)]
+    moved = dict.fromkeys((each.sum, each.owner, to) for each in own for to in each.workers if to != each.owner)
+    return exchange(
+        "parameters", ((SendParameters(sum, to), ReceiveParameters(sum, owner)) for sum, owner, to in moved)
+    )
 
 
 class PlacedPipe:

@@ -1,17 +1,13 @@
 """When the stages compute: schedules, the programs they make, proofs, timelines and drawings. Pure Python."""
 
-from pippy.drivers.plan.cost.costs import Costs
-from pippy.drivers.plan.cost.simulate import Simulation, simulate, simulate_with
-from pippy.drivers.plan.cost.timeline import Span, Timeline
-from pippy.drivers.plan.drawings.svg import render_svg
-from pippy.drivers.plan.drawings.text import render_text
-from pippy.drivers.plan.drawings.trace import render_trace
+from pippy.drivers.plan.cost.simulate import Costs, Simulation, Span, Timeline, simulate, simulate_with
+from pippy.drivers.plan.drawings import render_svg, render_text, render_trace
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.language.program_file import load_program, parse_program
 from pippy.drivers.plan.make import make_schedule
 from pippy.drivers.plan.orders.registry import register
 from pippy.drivers.plan.passes.communicate import add_communication
-from pippy.drivers.plan.passes.recompute import add_recompute
+from pippy.drivers.plan.passes.rewrites import add_recompute
 from pippy.drivers.plan.proofs.validate import validate
 
 __all__ = [

@@ -3,16 +3,15 @@
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 
+from pippy.drivers.plan.language.edges import shares
 from pippy.drivers.plan.language.errors import ArgumentError, UnknownScheduleError, beginning, require
 from pippy.drivers.plan.language.placement import Placement, make_placement, require_count
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.language.shares import shares
 from pippy.drivers.plan.orders.registry import REGISTRY, RegisteredSchedule, register
 from pippy.drivers.plan.orders.schedule import WorkerOrders, side_by_side
-from pippy.drivers.plan.passes.recompute import Checkpoint, add_recompute
-from pippy.drivers.plan.passes.slices import in_slices
+from pippy.drivers.plan.passes.rewrites import Checkpoint, add_recompute, in_slices
 from pippy.drivers.plan.proofs.validate import validate
-from pippy.drivers.plan.search.list_scheduler import list_schedule
+from pippy.drivers.plan.search import list_schedule
 
 register("list", list_schedule)  # not in registry.py, because it uses the registry itself
 

@@ -13,16 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from pippy.drivers.plan.drawings.colours import (
-    DARK_FAINT,
-    DARK_GROUND,
-    DARK_INK,
-    FAINT,
-    GROUND,
-    INK,
-    NAMED,
-    in_the_dark,
-)
+from pippy.drivers.plan.drawings import DARK_FAINT, DARK_GROUND, DARK_INK, FAINT, GROUND, INK, NAMED, in_the_dark
 from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction, Receive, Send
 from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.step_data import StepData

@@ -11,11 +11,10 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.report.comparison import comparison
 from pippy.drivers.report.drawings import perfetto_trace, step_svg
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
-from pippy.drivers.report.page import page
+from pippy.drivers.report.page import comparison, page
 from pippy.drivers.report.step_data import UNKNOWN_SIZE, BatchSize, StepData
 from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import brief, count_with_noun

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.plan.cost.costs import Costs
-from pippy.drivers.plan.cost.simulate import Simulation, simulate_with
-from pippy.drivers.plan.cost.timeline import Span, Timeline
+from pippy.drivers.plan.cost.simulate import Costs, Simulation, Span, Timeline, simulate_with
 from pippy.drivers.plan.language.instructions import Compute, Op, Receive, Send
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import WorkerRecord

@@ -24,7 +24,7 @@ from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.protocol.commands import Answer, Command, CommandElsewhere, GiveUp, NeedsPeers, ZeroGrad
 from pippy.drivers.protocol.programs import ForgetPeers
 from pippy.drivers.protocol.state import Initialize, OptimizerStep, PutBackState, RestoreState, TakeKept, TakeState
-from pippy.drivers.session.step_errors import given_up_error, late_text, step_error, stuck_text
+from pippy.drivers.session.told import given_up_error, late_text, step_error, stuck_text
 from pippy.ir.base.surroundings import Surroundings
 
 _CHANGES = OptimizerStep, RestoreState, TakeState, TakeKept, Initialize, PutBackState

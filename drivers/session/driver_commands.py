@@ -1,9 +1,10 @@
 """The commands of one driver, and what the controller knows of the gradients on its workers."""
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -12,15 +13,139 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.commands import ZeroGrad
 from pippy.drivers.protocol.programs import Load, Unload
 from pippy.drivers.protocol.state import WorkerHooks
-from pippy.drivers.protocol.steps import StageFlags, Step
+from pippy.drivers.protocol.steps import StageFlags, Step, StepResult
 from pippy.drivers.session.command_log import AcceptAnswers, PendingCommand, accept_all
-from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.session import Returned, Session
-from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.ir.base.surroundings import Surroundings
+from pippy.ir.base.trees import describe
+from pippy.ir.run.random_state import RandomStep
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """A seed, how many steps there were that train, and how many that do not.
+
+    Those that train are counted by themselves, so that an evaluation in between does not change their random numbers.
+
+    >>> numbers = StepNumbers(7).after(trains=True)
+    >>> numbers
+    StepNumbers(seed=7, steps=1, evaluations=0)
+    >>> numbers.next(trains=True)
+    RandomStep(seed=7, number=1, trains=True)
+    """
+
+    seed: int
+    steps: int = 0
+    evaluations: int = 0
+
+    def next(self, trains: bool) -> RandomStep:
+        """The step that comes next, of those that train or of the others."""
+        return RandomStep(self.seed, self.steps if trains else self.evaluations, trains)
+
+    def after(self, trains: bool) -> "StepNumbers":
+        """The numbers after that step."""
+        if trains:
+            return replace(self, steps=self.steps + 1)
+        return replace(self, evaluations=self.evaluations + 1)
+
+    def state(self) -> dict[str, int]:
+        """As a dict."""
+        return asdict(self)
+
+
+def first_numbers(keyed_random: Any) -> StepNumbers | None:
+    """The numbers of a new driver, from what it was given as ``keyed_random``; None if its random numbers have no key.
+
+    >>> first_numbers(3)
+    StepNumbers(seed=3, steps=0, evaluations=0)
+    >>> first_numbers("yes")
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: keyed_random='yes': give a seed; or True for the seed of torch.manual_seed; or False
+    """
+    if isinstance(keyed_random, bool):
+        return StepNumbers(torch.initial_seed()) if keyed_random else None
+    try:
+        return StepNumbers(operator.index(keyed_random))
+    except TypeError:
+        raise DriverError(
+            f"keyed_random={describe(keyed_random)}: give a seed; or True for the seed of torch.manual_seed; or False"
+        ) from None
+
+
+def checked_numbers(state: Any, now: StepNumbers | None) -> StepNumbers | None:
+    """The numbers that a state says, for a driver that has those of ``now``."""
+    if now is None:
+        if state is None:
+            return None
+        raise DriverError(
+            f"random_state={describe(state)}: the random numbers of this driver have no key, since it was made with "
+            "keyed_random=False; make it without that"
+        )
+    wanted = now.state().keys()
+    fits = isinstance(state, Mapping) and state.keys() == wanted
+    if not fits or not all(isinstance(each, int) and not isinstance(each, bool) for each in state.values()):
+        raise DriverError(
+            f"random_state={describe(state)}: give a dict of whole numbers with {', '.join(wanted)}, as driver.random_state is"
+        )
+    return StepNumbers(**state)
+
+
+class NonFiniteGradients:
+    """Follows the gradients of a driver by the names of parameters, from the step that made them until they are dropped.
+
+    Gradients may be dropped while the step that makes them still runs, so that the answer comes later. So steps are numbered,
+    and what is dropped is noted with the number of the last step that was posted.
+    """
+
+    def __init__(self, placed: PlacedPipe, names: Iterable[str]) -> None:
+        self.placed, self.parameters = placed, tuple(names)
+        self.steps = self._all_dropped = 0
+        self._dropped: dict[str, int] = {}
+        self._names: set[str] = set()
+
+    def step(self, accept: AcceptAnswers) -> AcceptAnswers:
+        """A step with a scaled loss is posted. Returns what accepts its answers, ``accept`` first."""
+        self.steps += 1
+        number = self.steps
+
+        def accept_and_note(answers: Mapping[int, StepResult]) -> None:
+            accept(answers)
+            self._names.update(name for name in self._named(answers) if self._dropped_at(name) < number)
+
+        return accept_and_note
+
+    def _named(self, answers: Mapping[int, StepResult]) -> list[str]:
+        """The parameters that the workers found a gradient of which is not finite, in any copy."""
+        reported = {(worker, place) for worker, answer in answers.items() for place in answer.nonfinite}
+        return [name for name in self.parameters if reported and not reported.isdisjoint(self.placed.locations(name))]
+
+    def _dropped_at(self, name: str) -> int:
+        return max(self._all_dropped, self._dropped.get(name, 0))
+
+    def drop_all(self) -> None:
+        """All gradients are dropped."""
+        self._all_dropped = self.steps
+        self._dropped.clear()
+        self._names.clear()
+
+    def drop(self, names: Iterable[str]) -> None:
+        """The gradients of some parameters are dropped."""
+        dropped = dict.fromkeys(names, self.steps)
+        self._dropped.update(dropped)
+        self._names -= dropped.keys()
+
+    def stepped(self, names: Iterable[str]) -> bool:
+        """Whether a step with a scaled loss was posted since the gradients of these parameters were dropped."""
+        return any(self._dropped_at(name) < self.steps for name in names)
+
+    def among(self, names: Iterable[str]) -> set[str]:
+        """Those of the parameters whose gradient is not finite. All steps must have been waited for."""
+        return self._names.intersection(names)
+
 
 Given = ParamSpec("Given")
 Self = TypeVar("Self")

@@ -23,12 +23,10 @@ from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process_signs import Sign, said_of
 from pippy.drivers.protocol.commands import Answer, AskWays, ComeIn, Connect, Dump, Failure, News, Ping
 from pippy.drivers.session import command_log as actions
-from pippy.drivers.session.call_wait import CallWait
-from pippy.drivers.session.calls import Address, Messages, PendingCall, last_line, outcome, succeeds
+from pippy.drivers.session.calls import Address, CallWait, Messages, PendingCall, last_line, outcome, succeeds
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
-from pippy.drivers.session.compile_progress import CompileProgress
-from pippy.drivers.session.worker_logs import log_for_worker
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.session.told import CompileProgress, log_for_worker
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent

@@ -30,15 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.wire.known_layouts import Find, KnownLayout, ReceivedLayouts, SentLayouts, Source
-from pippy.drivers.wire.memory import (
-    Memory,
-    create_shared,
-    descriptor_beside,
-    map_received,
-    private_memory,
-)
-from pippy.drivers.wire.memory_file import MemoryFile
+from pippy.drivers.wire.memory import Memory, MemoryFile, create_shared, descriptor_beside, map_received, private_memory
 from pippy.drivers.wire.packet import (
     ALONE,
     ASK,
@@ -52,6 +44,11 @@ from pippy.drivers.wire.packet import (
     RING,
     START,
     VALUE,
+    Find,
+    KnownLayout,
+    ReceivedLayouts,
+    SentLayouts,
+    Source,
     write_header,
 )
 from pippy.drivers.wire.pickling import pickle_to_bytes

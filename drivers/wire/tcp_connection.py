@@ -17,10 +17,18 @@ from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.wire.known_layouts import KnownLayout, ReceivedLayouts, SentLayouts
-from pippy.drivers.wire.memory import Memory, private_memory
-from pippy.drivers.wire.memory_file import CopiedBytes
-from pippy.drivers.wire.packet import HEADER, LAYOUT, NO_KEY, START, VALUE, write_header
+from pippy.drivers.wire.memory import CopiedBytes, Memory, private_memory
+from pippy.drivers.wire.packet import (
+    HEADER,
+    LAYOUT,
+    NO_KEY,
+    START,
+    VALUE,
+    KnownLayout,
+    ReceivedLayouts,
+    SentLayouts,
+    write_header,
+)
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.value_layout import NO_LAYOUT, Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart

@@ -30,7 +30,7 @@ class Transport(ABC):
     may call.
 
     >>> import torch
-    >>> from pippy.drivers.wire.in_process import in_process
+    >>> from pippy.drivers.wire.worker_transport import in_process
     >>> first, second = in_process(2)
     >>> first.send(1, (0, 5, 0), {"hidden": torch.ones(2)})
     >>> second.receive((0, 5, 0), source=0)

@@ -64,32 +64,23 @@ from pippy.drivers.protocol.steps import (
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.bind import BoundProgram
-from pippy.drivers.worker.data.dataset_reader import DatasetReader
-from pippy.drivers.worker.data.shared_generators import shared_generators
-from pippy.drivers.worker.exchange_run import ExchangeRun, Passed
-from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.data import DatasetReader, shared_generators
+from pippy.drivers.worker.executor import BoundProgram, ExchangeRun, Executor, Passed
 from pippy.drivers.worker.generating import GenerateCall, Generation
-from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
+from pippy.drivers.worker.gradients.buffers import ReplicaBuffers, StepBuffers
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums, ParameterShares
 from pippy.drivers.worker.gradients.gradients import Gradients, norm
-from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
-from pippy.drivers.worker.gradients.parameter_shares import ParameterShares
-from pippy.drivers.worker.gradients.replica_buffers import ReplicaBuffers
-from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.gradients.hooks import ParameterHooks, hooks_hold_the_same
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
+from pippy.drivers.worker.measure.calls import SeenCalls
 from pippy.drivers.worker.measure.output_probe import OutputProbe
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
-from pippy.drivers.worker.measure.seen_calls import SeenCalls
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.drivers.worker.model_graphs import ModelGraphs
-from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.initialization import initialize
-from pippy.drivers.worker.state.kept_states import KeptStates
-from pippy.drivers.worker.state.snapshots import Snapshots
-from pippy.drivers.worker.state.state_reader import StateReader
-from pippy.drivers.worker.state.state_writer import StateWriter
+from pippy.drivers.worker.state.stores import KeptStates, Snapshots, StateReader, StateWriter
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials, normalizes_by_batches
 from pippy.ir.base.trees import map_tensors, tensors

@@ -1,7 +1,8 @@
-"""What each instruction does on a worker, in one step. Nothing here decides when: bind.py says which instruction does what.
+"""What each instruction does on a worker, in one step. Nothing here decides when: `BoundProgram` says which instruction does
+what.
 
     F  forward   takes values, runs the stage, keeps the run (its inputs and outputs) for the backward
-    R  recompute takes what a forward has kept instead of the run, its inputs, and runs the stage again: repeated_forward.py
+    R  recompute takes what a forward has kept instead of the run, its inputs, and runs the stage again: stage_call.py
     B  backward  takes the run and the gradients of its outputs, gives the gradients of its inputs
     I  the half  as B, but the gradients of the weights are put off
     W  the half  computes those
@@ -23,8 +24,7 @@ import torch
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.measure.calls import BoundCall
-from pippy.drivers.worker.repeated_forward import cut
-from pippy.drivers.worker.stage_call import StageCall
+from pippy.drivers.worker.stage_call import StageCall, cut
 from pippy.drivers.worker.step_context import Key, StepContext
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS
@@ -79,9 +79,7 @@ def forward_to_repeat(
     assert call.repeated is not None
     inputs = _inputs(step, call, takes)
     outputs, kept = call.repeated.first(
-        inputs,
-        call.outside,
-        lambda leaves: _run(step, call, microbatch, leaves, _args(step, call, microbatch, leaves)),
+        inputs, call.outside, lambda leaves: _run(step, call, microbatch, leaves, _args(step, call, microbatch, leaves))
     )
     key = call.name, microbatch
     if kept is None:

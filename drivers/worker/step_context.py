@@ -11,9 +11,7 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
-from pippy.drivers.worker.repeated_forward import Kept
-from pippy.drivers.worker.slices import SliceCaches
-from pippy.drivers.worker.stage_runs import Run
+from pippy.drivers.worker.stage_call import Kept, Run, SliceCaches
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.run.batch_norm import StepStatistics
 from pippy.ir.run.random_state import DrawKey, RandomStep

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pippy.drivers.compare.tolerance import digest, widened
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import RunTrial, StepResult, TrialResult
+from pippy.drivers.worker.gradients.buffers import StepBuffers, own_buffers
 from pippy.drivers.worker.gradients.gradient_sums import Gradient
-from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
 from pippy.ir.run.in_place import snapshot_of_buffers
 
 

@@ -1,32 +1,178 @@
-"""A worker: it runs the controller's commands in order, on one thread, and answers each of them."""
+"""A worker: it runs the controller's commands in order, on one thread, and answers each of them.
+
+Settings, autocast and the state of the random numbers surround the commands of a driver. A worker has the process for itself,
+or is a thread beside a script's (`WorkerContext.shares_process`). The settings and random numbers of a script's process are the
+script's: there the worker only looks whether the settings are those of the call that it was sent, and draws from the script's
+random numbers.
+
+What is logged under ``pippy`` in a worker's process is kept until an answer to the controller takes it along. Nothing is sent
+for a record, and nothing waits for it: the next answer has it, of a command or of a ping. Where that takes long, the first
+records are kept, and of the others their number.
+"""
 
 import gc
 import logging
 import os
+import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from pippy.drivers.base.errors import PeerLost
+from pippy.drivers.base.errors import DriverError, PeerLost
 from pippy.drivers.base.process_signs import show_stack_when_asked
 from pippy.drivers.plan.language.instructions import Compute, Receive
-from pippy.drivers.protocol.commands import Answer, AnswerTelling, AskWays, Command, Dump, Failure, GiveUp, News, Ping
+from pippy.drivers.protocol.commands import (
+    Answer,
+    AnswerTelling,
+    AskWays,
+    Command,
+    CommandElsewhere,
+    Dump,
+    Failure,
+    GiveUp,
+    News,
+    Ping,
+    WorkerLogRecord,
+)
 from pippy.drivers.protocol.programs import ForgetPeers, Generate, Load, Unload
 from pippy.drivers.protocol.state import AskWritten
 from pippy.drivers.protocol.steps import RunTrial, Step
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
-from pippy.drivers.worker.exchange_run import ExchangeRun
-from pippy.drivers.worker.executor import Executor
-from pippy.drivers.worker.log_handler import LogHandler
+from pippy.drivers.worker.executor import ExchangeRun, Executor
 from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
-from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
 from pippy.ir.base.errors import GuardError, PippyError, shows_all
+from pippy.ir.base.logs import LOGGER
+from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.surroundings import Surroundings
+from pippy.ir.run.random_state import RandomState, seed_all
+
+_MOST = 1000  # records
+_LONGEST = 8000  # characters of one
+_traceback = logging.Formatter().formatException
+
+
+class LogHandler(logging.Handler):
+    """Keeps up to ``most`` records.
+
+    >>> handler = LogHandler(most=1)
+    >>> for number in range(3):
+    ...     handler.handle(logging.makeLogRecord({"name": "pippy", "levelno": 20, "msg": "record %d", "args": (number,)}))
+    True
+    True
+    True
+    >>> [each.message for each in handler.take()], handler.take()
+    (['record 0', '2 records of this worker were dropped here, as no answer took them'], ())
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        super().__init__()
+        self.most, self.dropped = most, 0
+        self._records: deque[WorkerLogRecord] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._records) >= self.most:
+            self.dropped += 1
+            return
+        try:
+            message = record.getMessage() + (f"\n{_traceback(record.exc_info)}" if record.exc_info else "")
+        except Exception:
+            self.handleError(record)
+            return
+        message = shortened(message, _LONGEST)
+        place = record.pathname if hasattr(record, "pathname") else "", record.lineno, record.funcName or ""
+        self._records.append(WorkerLogRecord(record.name, record.levelno, message, record.created, *place))
+
+    def take(self) -> tuple[WorkerLogRecord, ...]:
+        """The records since the last call."""
+        if not self._records:
+            return ()
+        taken = [self._records.popleft() for _ in range(len(self._records))]
+        dropped, self.dropped = self.dropped, 0
+        if dropped:
+            text = f"{count_with_noun(dropped, 'record')} of this worker were dropped here, as no answer took them"
+            taken.append(WorkerLogRecord(LOGGER.name, logging.WARNING, text, time.time(), __file__, 0, ""))
+        return tuple(taken)
+
+    @contextmanager
+    def of_this_process(self, level: int) -> Iterator[None]:
+        """Inside, all records of this level and above come here, and go nowhere else."""
+        before = LOGGER.handlers, LOGGER.propagate, LOGGER.level
+        LOGGER.handlers, LOGGER.propagate = [self], False
+        LOGGER.setLevel(level)
+        try:
+            yield
+        finally:
+            LOGGER.handlers, LOGGER.propagate = before[:2]
+            LOGGER.setLevel(before[2])
+
+
+class WorkerSurroundings:
+    """The surroundings of the drivers of one worker. ``driver`` is the one whose command was carried out last."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context, self.device = context, torch.device(context.device or "cpu")
+        self.gpus = [self.device] if self.device.type == "cuda" else []
+        self.of: dict[int, Surroundings] = {}
+        self.random_states: dict[int, RandomState] = {}
+        self.driver: int | None = None
+        self.set: Surroundings | None = None  # what the process was given last
+
+    @contextmanager
+    def around(self, command: Command) -> Iterator[None]:
+        """The surroundings in which a command is carried out."""
+        if isinstance(command, CommandElsewhere) and command.surroundings is not None:
+            self.of[command.driver] = command.surroundings
+        own = self.of[command.driver]
+        if self.context.shares_process:
+            _check(own)
+        else:
+            self._switch_to(command)
+            if own is not self.set:
+                self.set = None
+                own.set_process()
+                self.set = own
+        try:
+            with own.on(self.device):
+                yield
+        except BaseException:
+            self.set = None  # it may have failed before it set back what it set
+            raise
+        if self.context.shares_process:
+            _check(own)
+
+    def forget(self, driver: int) -> None:
+        """A driver is gone."""
+        self.of.pop(driver, None)
+        self.random_states.pop(driver, None)
+
+    def _switch_to(self, command: Command) -> None:
+        """Each driver has random numbers of its own, which begin where its stages are loaded."""
+        if self.driver == command.driver and not isinstance(command.body, Load):
+            return
+        if self.driver in self.of:
+            self.random_states[self.driver] = RandomState.current(self.gpus)
+        self.driver = command.driver
+        if isinstance(command.body, Load):
+            seed_all(command.body.seed + self.context.index)
+            torch.manual_seed(command.body.seed + self.context.index)  # of GPUs that are used later, too
+        elif command.driver in self.random_states:
+            self.random_states[command.driver].restore()
+
+
+def _check(surroundings: Surroundings) -> None:
+    changed = surroundings.changed_settings()
+    if changed:
+        raise DriverError(
+            f"the script changed {', '.join(changed)} while a step ran, which changes the step too, because this "
+            "worker is part of the script's process; wait for the step first: run_async(...).result(), or run(...)"
+        )
+
 
 _log = logging.getLogger(__name__)
 

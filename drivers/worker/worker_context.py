@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.wire.gpu.copies import DeviceCopies
-from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.worker_messages import MessageQueue
 
 
 @dataclass(frozen=True)

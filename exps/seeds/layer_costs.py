@@ -11,7 +11,7 @@ from torch import nn
 
 from exps.seeds.layers import Layers
 from pippy.balance.partition import Row, RunWeight, best_cuts
-from pippy.drivers.plan.cost.costs import Costs
+from pippy.drivers.plan.cost.simulate import Costs
 
 
 @dataclass

@@ -7,7 +7,7 @@ from exps.seeds.layer_costs import LayerCosts
 from pippy.drivers.plan import Program, make_schedule
 from pippy.drivers.plan.cost.simulate import simulate_with
 from pippy.drivers.plan.language.instructions import Compute, Op
-from pippy.drivers.plan.passes.recompute import add_recompute
+from pippy.drivers.plan.passes.rewrites import add_recompute
 
 
 @dataclass(frozen=True)

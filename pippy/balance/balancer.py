@@ -28,7 +28,7 @@ from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
-from pippy.drivers.plan.choice.byte_sizes import byte_count
+from pippy.drivers.plan.choice.problem import byte_count
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.language.program import Program

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.cluster import current_cluster
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import unknown_name
 from pippy.ir.base.public_calls import is_whole

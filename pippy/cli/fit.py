@@ -15,7 +15,7 @@ from pippy.ir.base.errors import PippyError
 if TYPE_CHECKING:
     import torch
 
-    from pippy.drivers.choice.divided_call import DividedCall
+    from pippy.drivers.choice.given_limits import DividedCall
     from pippy.drivers.plan import Program
     from pippy.ir.pipe import Pipe
 
@@ -55,9 +55,7 @@ def fit(
     import torch
 
     from pippy.drivers.batch.divide_call import divide_call
-    from pippy.drivers.choice.divided_call import counts_of_chunks
-    from pippy.drivers.choice.given_limits import GivenLimits
-    from pippy.drivers.choice.stage_estimates import call_to_fit
+    from pippy.drivers.choice.given_limits import GivenLimits, call_to_fit, counts_of_chunks
     from pippy.drivers.count.optimizer_bytes import counted_optimizer
     from pippy.drivers.plan.choice.problem import Problem
     from pippy.ir.pipe import compiled_of

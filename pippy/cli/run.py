@@ -122,7 +122,7 @@ def _check_exists(script: str, module: bool) -> None:
 
 
 def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
-    from pippy.drivers.engines.lazy_cluster import lazy_cluster
+    from pippy.drivers.engines.cluster import lazy_cluster
     from pippy.drivers.engines.local.local_cluster import local_cluster
 
     with lazy_cluster(workers, local_cluster, **options) as lazy:
@@ -205,7 +205,7 @@ def check(
 def _checking_first_step() -> Iterator[list["CheckReport"]]:
     """Inside, the first training step of any driver is checked, and ends the script. Gives what was found."""
     from pippy.drivers.driver.driver_base import PipelineDriverBase
-    from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+    from pippy.drivers.driver.steps.results import asked_outputs
 
     run_async, reports = PipelineDriverBase.run_async, []
 

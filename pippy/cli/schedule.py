@@ -131,7 +131,7 @@ def share(part: Any, whole: Any) -> str:
     return f"{100 * float(part) / float(whole) if whole else 0:.1f}%"
 
 
-CHECKPOINT_MODES = ["always", "except_last", "never"]  # those of drivers/plan/passes/recompute.py
+CHECKPOINT_MODES = ["always", "except_last", "never"]  # those of drivers/plan/passes/rewrites.py
 WIDEST_GRID = 320  # columns; beyond that nobody reads a grid
 
 
@@ -227,7 +227,7 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
     If the costs have no simple common divisor, a column is half of the shortest computation.
     """
     from pippy.drivers.plan import render_text
-    from pippy.drivers.plan.drawings.text import common_step
+    from pippy.drivers.plan.drawings import common_step
 
     column = common_step(timeline) if step is None else Fraction(step)
     if step is None and timeline.makespan > WIDEST_GRID * column:

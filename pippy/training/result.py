@@ -13,8 +13,7 @@ import torch
 
 from pippy.drivers.base.errors import CheckpointError, DriverError
 from pippy.drivers.driver.driver_base import PipelineDriverBase
-from pippy.drivers.files.contents import contents_of
-from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.drivers.files.contents import checkpoints_in, contents_of
 from pippy.drivers.report.step_data import StepData
 from pippy.ir.base.public_calls import check_amount, check_count
 from pippy.ir.base.trees import describe

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.current_cluster import current_cluster
-from pippy.drivers.engines.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
+from pippy.drivers.engines.cluster import LazyCluster, current_cluster, current_lazy_cluster, lazy_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.processes import watched
@@ -177,7 +176,7 @@ def test_mistakes(pippy, tmp_path, command, status, words):
 def test_the_number_of_workers_from_the_environment(pippy, tmp_path, monkeypatch):
     as_script(
         tmp_path,
-        "from pippy.drivers.engines.lazy_cluster import current_lazy_cluster\nprint(current_lazy_cluster().n)",
+        "from pippy.drivers.engines.cluster import current_lazy_cluster\nprint(current_lazy_cluster().n)",
     )
     monkeypatch.setenv("PIPPY_WORKERS", "3")
     assert pippy("run script.py") == "3\n"

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-from pippy.drivers.engines.joined.secret_file import made_secret_file
+from pippy.drivers.engines.joined.address import made_secret_file
 from tests.drivers.processes import allowing_for
 
 # The command, with its output in a file. What comes first is for a worker that is another than the rest.

@@ -20,10 +20,10 @@ import pippy
 from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
-from pippy.drivers.engines.torchrun.far_peers import FarPeers
+from pippy.drivers.engines.torchrun.torchrun_worker import FarPeers
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.wire.messages import doors, rpc
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.failing_model import (

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from pippy.drivers.engines.current_cluster import _open, _opened
+from pippy.drivers.engines.cluster import _open, _opened
 from pippy.drivers.engines.local.local_cluster import local_cluster
 
 

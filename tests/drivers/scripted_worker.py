@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from pippy.drivers.protocol.commands import Dump, GiveUp, News, Ping
-from pippy.drivers.worker.log_handler import LogHandler
+from pippy.drivers.worker.worker import LogHandler
 from pippy.drivers.worker.worker_context import WorkerContext
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
+from pippy.drivers.wire.gpu.copies import Accelerator, NotShared, Shared
 from pippy.drivers.wire.memory import create_shared, map_shared
 from pippy.drivers.wire.value_layout import strides_of
 from pippy.ir.base.trees import form_and_parts, is_sparse

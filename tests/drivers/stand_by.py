@@ -25,7 +25,7 @@ import threading
 import types
 from unittest.mock import patch
 
-from pippy.drivers.engines.local import local_engine
+from pippy.drivers.engines.local import local_cluster
 from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.engines.local.local_cluster import WORKER
 
@@ -51,7 +51,7 @@ class StandBy:
     @contextlib.contextmanager
     def left_out(self):
         """Clusters start as they do outside of tests."""
-        with patch.object(local_engine, "subprocess", subprocess):
+        with patch.object(local_cluster, "subprocess", subprocess):
             yield
 
     def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
@@ -119,7 +119,7 @@ def standing_by(*modules):
     stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": stand_by.popen})
     try:
         with contextlib.ExitStack() as patches:
-            for module in (local_engine, *modules):
+            for module in (local_cluster, *modules):
                 patches.enter_context(patch.object(module, "subprocess", stand_in))
             yield stand_by
     finally:

@@ -16,7 +16,7 @@ import pippy
 from pippy import MicroBatches, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.worker import repeated_forward
+from pippy.drivers.worker import stage_call
 from pippy.errors import SharedParameterError
 from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches
@@ -141,7 +141,7 @@ def test_the_bits_are_those_of_the_reference_under_every_schedule(threads):
 
 def test_a_norm_that_counts_twice_is_seen(threads, monkeypatch):
     """A mutation: what a forward that is computed again changes is not put back."""
-    monkeypatch.setattr(repeated_forward, "as_before", lambda changes: contextlib.nullcontext())
+    monkeypatch.setattr(stage_call, "as_before", lambda changes: contextlib.nullcontext())
     model, x = Net(), torch.randn(8, 2, 4, 4)
     plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
     with driver_of(pipe, threads, checkpoint="always") as driver:

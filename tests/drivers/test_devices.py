@@ -26,8 +26,8 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.plan import make_schedule
-from pippy.drivers.wire.gpu import accelerator as accelerator_module
-from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
+from pippy.drivers.wire.gpu import copies as accelerator_module
+from pippy.drivers.wire.gpu.copies import Accelerator, NotShared, Shared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError

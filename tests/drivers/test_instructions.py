@@ -11,9 +11,9 @@ from pippy import PipelineDriver1F1B, pipeline
 from pippy.drivers.lowering import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, simulate, validate
 from pippy.drivers.plan.language.errors import ProgramError
-from pippy.drivers.plan.language.form import Form
 from pippy.drivers.plan.language.instructions import KINDS, Instruction, Kind, Op, Send, own_value
-from pippy.drivers.worker.bind import BINDERS
+from pippy.drivers.plan.language.scanner import Form
+from pippy.drivers.worker.executor import BINDERS
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
 

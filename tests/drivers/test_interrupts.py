@@ -17,12 +17,12 @@ from pippy import Pipe, PipelineDriver1F1B
 from pippy.drivers.base.interrupts import first_waits, uninterrupted
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.local.local_cluster import _chosen_transport
+from pippy.drivers.files.contents import NewCheckpoint
 from pippy.drivers.files.manifest import INDEX, VALUES
-from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.synced_files import read_file, write_file
 from pippy.drivers.session.calls import Address, PendingCall
 from pippy.drivers.session.session import Session
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.messages.stderr_filter import StderrFilter
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -251,7 +251,7 @@ def test_ctrl_c_leaves_no_descriptor_open_while_two_workers_are_connected():
     connections = ControllerConnections({worker: ours for worker, (ours, _) in enumerate(ends)})
     for _, theirs in ends:
         theirs.close()  # so what is sent is dropped at once
-    assert leaks(lambda: connections.connect(0, 1), "controller_connections.py", "/socket.py") == []
+    assert leaks(lambda: connections.connect(0, 1), "controller_messages.py", "/socket.py") == []
     connections.close()
 
 
@@ -279,7 +279,7 @@ def test_ctrl_c_leaves_no_lock_and_no_file_open_while_a_checkpoint_is_written(tm
             files = {name: {"bytes": 0, "hashes": {}} for name in (INDEX, VALUES)}
             new.put_in_place({"model": [], "tied": {}, "optimizers": {}, "files": files})
 
-    assert leaks(save, "run_folder.py", "synced_files.py") == []
+    assert leaks(save, "contents.py", "synced_files.py") == []
     save()
 
 

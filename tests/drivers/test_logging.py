@@ -13,10 +13,9 @@ from torch import nn
 from pippy import PipelineDriver1F1B, local_cluster, pipeline
 from pippy.drivers.base.errors import WorkerLostError
 from pippy.drivers.protocol.commands import Answer, WorkerLogRecord
-from pippy.drivers.session.worker_logs import log_for_worker
-from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.worker.log_handler import LogHandler
-from pippy.drivers.worker.worker import Worker
+from pippy.drivers.session.told import log_for_worker
+from pippy.drivers.wire.messages.worker_messages import MessageQueue
+from pippy.drivers.worker.worker import LogHandler, Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 from tests.drivers.models import Chain
 from tests.drivers.processes import hearing_of_deaths
@@ -79,7 +78,7 @@ def test_what_happens_to_a_run_is_logged_also_what_its_workers_do(alone, caplog,
         ("model.state.saving", "INFO", f"checkpoint written: {path}, "),
         ("driver.steps.programs", "DEBUG", "program for training sent: <Program 1f1b: 2 stages on 2 workers, chunks=2"),
         ("session.session", "WARNING", "worker 'worker1' (pid "),
-        ("model.recovery.replace_workers", "INFO", "worker 'worker1' has another process: pid "),
+        ("model.recovery.recovery", "INFO", "worker 'worker1' has another process: pid "),
         ("model.state.loading", "INFO", f"checkpoint loaded: {path}"),
         ("model.recovery.recovery", "INFO", f"recovered: the run goes on from {path}"),
         ("engines.cluster", "INFO", "cluster closed: worker0, worker1"),

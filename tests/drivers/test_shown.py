@@ -12,8 +12,7 @@ from torch import nn
 import pippy
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, local_cluster, pipeline
 from pippy.drivers import plan as schedules
-from pippy.drivers.plan import make_schedule, render_svg, simulate
-from pippy.drivers.plan.drawings import svg
+from pippy.drivers.plan import drawings, make_schedule, render_svg, simulate
 from pippy.drivers.plan.language.errors import ArgumentError, ScheduleError
 from pippy.drivers.report.record import Recording
 from pippy.errors import PippyError
@@ -75,7 +74,7 @@ def test_a_program_that_cannot_run_or_is_too_large_has_no_picture(monkeypatch):
     program = make_schedule("1f1b", workers=2, chunks=2)
     assert replace(program, orders=(program.orders[0][::-1], program.orders[1]))._repr_html_() is None
     assert program._repr_html_() is not None
-    monkeypatch.setattr(svg, "MOST_DRAWN", 7)
+    monkeypatch.setattr(drawings, "MOST_DRAWN", 7)
     assert program._repr_html_() is None
 
 

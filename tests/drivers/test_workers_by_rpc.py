@@ -7,7 +7,7 @@ import torch
 
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.wire.messages.rpc_values import RpcValues
+from pippy.drivers.wire.messages.rpc import RpcValues
 from tests.drivers.failing_model import CUT, SILENCE, UNREADABLE
 from tests.drivers.processes import within
 from tests.drivers.test_failures import Training

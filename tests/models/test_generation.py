@@ -18,7 +18,7 @@ import torch
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
 from pippy.drivers.protocol.programs import Sampling
 from pippy.drivers.worker import generating
-from pippy.drivers.worker.next_token import probabilities
+from pippy.drivers.worker.generating import probabilities
 from pippy.errors import GenerationError, StepError, WorkerLostError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache

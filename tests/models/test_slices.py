@@ -199,7 +199,7 @@ def test_the_check_of_a_step(threads, monkeypatch):
     (_, pipe), call = llama_in_stages(), call_with(of_logits)
     driver = PipelineDriver1F1B(pipe, threads, slices=4, check=False)
     assert driver.check(2, **call)
-    monkeypatch.setattr("pippy.drivers.worker.slices.roots", lambda made: ([], []))
+    monkeypatch.setattr("pippy.drivers.worker.stage_call.roots", lambda made: ([], []))
     report = driver.check(2, **call)
     assert not report
     assert "k_proj" in str(report)
@@ -219,7 +219,7 @@ def test_micro_batches_that_come_in_pieces(threads):
 def test_what_later_slices_give_is_not_left_out(monkeypatch, threads):
     """Without it, the gradients are other ones, and the check of the first step says so."""
     (_, pipe), call = llama_in_stages(), call_with(of_logits)
-    monkeypatch.setattr("pippy.drivers.worker.slices.roots", lambda made: ([], []))
+    monkeypatch.setattr("pippy.drivers.worker.stage_call.roots", lambda made: ([], []))
     with pytest.raises(
         MicrobatchError, match="again as two of 3 and 2 rows by the pipeline, each in 4 slices of its sequences"
     ):

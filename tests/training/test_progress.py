@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pippy.balance.profile import ProfileProgress
-from pippy.drivers.session.compile_progress import CompileProgress
+from pippy.drivers.session.told import CompileProgress
 from pippy.training import loop
 from pippy.training.loop import Bar, Lines, TrainingProgress, progress_of
 from pippy.training.result import StepReport

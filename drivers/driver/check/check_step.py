@@ -22,12 +22,11 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
-from pippy.drivers.driver.check.disagreement import stage_of_call, stages_with
 from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
-from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.check.report import CheckReport, stage_of_call, stages_with
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
-from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
+from pippy.drivers.driver.steps.results import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
@@ -103,12 +102,7 @@ class StepCheck:
     """Compares a step of a driver with a step of the plain model. All rows of ``division`` are in this process."""
 
     def __init__(
-        self,
-        driver: ModelOnWorkers,
-        model: nn.Module,
-        division: Division,
-        trains: bool,
-        run: RunAside,
+        self, driver: ModelOnWorkers, model: nn.Module, division: Division, trains: bool, run: RunAside
     ) -> None:
         self.driver, self.division, self.trains, self.run = driver, division, trains, run
         self.compiled, self.placed, self.model = driver.compiled_pipe, driver.placed, model

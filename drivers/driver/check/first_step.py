@@ -38,15 +38,15 @@ from pippy.drivers.driver.check.comparisons import (
     WholeStep,
 )
 from pippy.drivers.driver.check.differences import Difference
-from pippy.drivers.driver.check.disagreement import (
+from pippy.drivers.driver.check.origin import by_place, where_lost
+from pippy.drivers.driver.check.remedies import Remedies
+from pippy.drivers.driver.check.report import (
+    Checked,
     disagreement,
     disagreement_of_graphs,
     disagreement_of_workers,
     stages_with,
 )
-from pippy.drivers.driver.check.origin import by_place, where_lost
-from pippy.drivers.driver.check.remedies import Remedies
-from pippy.drivers.driver.check.report import Checked
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness

@@ -18,9 +18,9 @@ from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows
-from pippy.drivers.driver.data.sent_datasets import SentDatasets
-from pippy.drivers.driver.steps.asked_outputs import values_to_return
+from pippy.drivers.driver.data import SentDatasets
 from pippy.drivers.driver.steps.programs import DriverPrograms
+from pippy.drivers.driver.steps.results import values_to_return
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import make_schedule

@@ -26,7 +26,7 @@ from pippy.drivers.compare.tolerance import digest, wide_tensors, widened
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.rows import WholeRows
-from pippy.drivers.driver.steps.asked_outputs import model_output
+from pippy.drivers.driver.steps.results import model_output
 from pippy.drivers.model.script_gradients import gradient_here
 from pippy.drivers.worker.measure.leave_unchanged import as_now
 from pippy.drivers.worker.measure.watch import Watch

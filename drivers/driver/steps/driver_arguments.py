@@ -8,7 +8,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
+from pippy.drivers.plan.passes.rewrites import MODES, Checkpoint, modes_of
 from pippy.ir.base.public_calls import check_count, is_whole, refuse_words, takes_any, words_of
 from pippy.ir.base.readable import brief, count_with_noun
 from pippy.ir.base.trees import describe

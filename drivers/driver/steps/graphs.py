@@ -23,8 +23,8 @@ from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.batch.divide_call import divide_unguarded, failed_guard
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, divided_leaves
-from pippy.drivers.driver.steps.asked_outputs import model_output
 from pippy.drivers.driver.steps.programs import DriverPrograms
+from pippy.drivers.driver.steps.results import model_output
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.state import TensorLocation

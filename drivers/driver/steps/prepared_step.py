@@ -11,11 +11,10 @@ from typing import Any
 
 from pippy.drivers.batch.columns import Column
 from pippy.drivers.batch.division import Division
-from pippy.drivers.driver.data.sent_datasets import SentDatasets
-from pippy.drivers.driver.steps.asked_outputs import values_to_return
+from pippy.drivers.driver.data import SentDatasets
 from pippy.drivers.driver.steps.graphs import GraphPart, StepPlan
 from pippy.drivers.driver.steps.programs import SentProgram
-from pippy.drivers.driver.steps.results import Results
+from pippy.drivers.driver.steps.results import Results, values_to_return
 from pippy.drivers.protocol.steps import GraphStep, Step, StepReturning
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.surroundings import Surroundings
@@ -80,12 +79,7 @@ def prepare(
 
 
 def _part(
-    call: StepCall,
-    part: GraphPart,
-    sent: SentProgram,
-    results: Results,
-    ranks: Sequence[int],
-    datasets: SentDatasets,
+    call: StepCall, part: GraphPart, sent: SentProgram, results: Results, ranks: Sequence[int], datasets: SentDatasets
 ) -> Mapping[int, GraphStep]:
     """What each worker is told of the micro-batches that go by one graph."""
     placed, plan = part.graph.placed, call.plan

@@ -7,9 +7,8 @@ from typing import Any
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.refusals import check_changed_parameters, check_whole_batch_gradients
-from pippy.drivers.choice.auto import Auto, auto_placement
-from pippy.drivers.choice.divided_call import DividedCall
-from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
+from pippy.drivers.choice.auto import UNMEASURED, Auto, StepPurpose, auto_placement
+from pippy.drivers.choice.given_limits import DividedCall
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import Program, add_recompute, make_schedule
@@ -17,7 +16,7 @@ from pippy.drivers.plan.language.errors import require
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.plan.passes.recompute import Checkpoint
+from pippy.drivers.plan.passes.rewrites import Checkpoint
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.pipe import Pipe

@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.engines.connected.processes import began
+from pippy.drivers.base.process import began
 from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.protocol.commands import ComeIn, Connect
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import hand_over, shared_memory_of, take_over, this_host
-from pippy.drivers.wire.messages.message_connection import MessageStream, WorkerMessageConnection
-from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
-from pippy.drivers.wire.messages.urgent import UrgentConnection, answer_at_once
+from pippy.drivers.wire.messages.sockets import break_when_silent
+from pippy.drivers.wire.messages.worker_messages import (
+    MessageQueue,
+    MessageStream,
+    UrgentConnection,
+    WorkerMessageConnection,
+    answer_at_once,
+)
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.drivers.worker.worker_context import WorkerContext
 

@@ -21,18 +21,27 @@ from typing import Any
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.process import kill_process
+from pippy.drivers.engines.arguments import check_seconds, polling_time, worker_names
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
 from pippy.drivers.engines.connected.connected_worker import RunSettings
-from pippy.drivers.engines.connected.processes import kill_process
-from pippy.drivers.engines.connected.waiting_workers import WaitingWorkers, await_any, say
-from pippy.drivers.engines.connected.worker_places import WorkerPlaces
-from pippy.drivers.engines.joined.control_lines import ControlLines
-from pippy.drivers.engines.joined.join_address import cannot_listen, joined_address, listening_place
-from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
+from pippy.drivers.engines.connected.worker_places import WaitingWorkers, WorkerPlaces, await_any, say
+from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.joined.address import (
+    DEFAULT_SECRET,
+    ControlLines,
+    cannot_listen,
+    joined_address,
+    listening_place,
+    made_secret_file,
+    secret_in,
+)
+from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs, shared_memory_of
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.wire.messages.sockets import break_when_silent
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.readable import count_with_noun
 
@@ -333,3 +342,29 @@ def _end(guests: Sequence[JoinedGuest], why: str | None = None) -> None:
         if near:
             kill_process(each.place["pid"], each.place["began"])
         each.close()
+
+
+def joined_cluster(
+    n: int,
+    *,
+    join: bool | int | str = True,
+    secret_file: str | os.PathLike[str] | None = None,
+    names: Sequence[str] | None = None,
+    timeout: float = 5.0,
+    start_timeout: float = 60.0,
+    patience: float | None = None,
+    _worker: str = WORKER,
+) -> Cluster:
+    """A cluster of ``n`` workers that join. `cluster` says what the arguments are."""
+    names = worker_names(n, names)
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    polling_time(patience, crowded=False)
+    check_none_open()
+    note_local_cluster()
+    engine = JoinedEngine(JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience))
+    try:
+        session = start(engine, timeout, start_timeout)
+        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
+    except BaseException as error:
+        engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
+        raise

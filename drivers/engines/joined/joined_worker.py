@@ -15,18 +15,15 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.process import exit_at_once, keep_freed_memory
 from pippy.drivers.engines.arguments import check_seconds, check_threads, device_name
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
-from pippy.drivers.engines.joined.control_lines import ControlLines
-from pippy.drivers.engines.joined.join_address import joined_address, split_address
-from pippy.drivers.engines.joined.secret_file import secret_in
-from pippy.drivers.engines.kept_memory import keep_freed_memory
+from pippy.drivers.engines.joined.address import ControlLines, joined_address, secret_in, split_address
 from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.engines.local.local_cluster import WORKER
-from pippy.drivers.engines.standard_streams import exit_at_once
 from pippy.drivers.wire.messages.doors import GuestRefused, Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, take_over
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.wire.messages.sockets import break_when_silent
 from pippy.ir.base.readable import count_with_noun
 
 _GREETS = 10.0  # seconds for one attempt to come in

@@ -10,8 +10,18 @@ workers, and ends. Each worker watches the controller too, in case the fork serv
 If the fork server is killed, the system kills the workers: nobody else would end a worker that is stopped, or that computes
 without Python's lock, when the controller is killed, too. Then the controller starts another fork server, which forks the
 workers that it is asked for.
+
+What they say to each other:
+
+    LaunchConfig, Fork, End     the controller: the settings of a local cluster, and which worker to fork or to end
+    Ready, Failed, Died         the fork server and the workers: a worker starts, cannot start, or has died
+
+A report says which start of the worker it is about: a worker that was lost is started again, and reports of its earlier
+processes may still come.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -20,16 +30,285 @@ import select
 import shutil
 import signal
 import socket
+import sys
+import threading
 import traceback
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from pippy.drivers.base.host_errors import HostError, in_words, no_descriptor
-from pippy.drivers.engines.local.forked_worker import start_worker
-from pippy.drivers.engines.local.launch_config import End, Fork, LaunchConfig
-from pippy.drivers.engines.local.launch_reports import Died, Failed, killed_for_memory, report
-from pippy.drivers.engines.local.parent_death import die_with_parent, watch_controller
-from pippy.drivers.engines.standard_streams import open_standard_streams
+from pippy.drivers.base.process import exit_at_once, open_standard_streams
+from pippy.drivers.engines.routes import on_devices
+
+CONTROLLER = "controller"  # its name for RPC
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The settings of a local cluster, for the fork server and the workers.
+
+    Attributes:
+        worker: the dotted name of the class that the workers run.
+        transport: how workers pass tensors: "shared_memory", "rpc" or "none".
+        directory: a private one, where the processes find one another if they use RPC.
+        cores: the core of each worker, if they are pinned.
+        controller: the controller's process.
+        dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
+        sockets: the file descriptors of a worker's sockets to the controller, if it has any: for messages, and for urgent ones.
+        timeout: how many seconds a process may leave others without an answer.
+        patience: how many seconds a worker that waits for a value polls for it before it sleeps.
+        log_level: from which level on records of the workers are sent to the controller.
+        start: which start of a worker it is: 1, and one more whenever another process takes its place.
+
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711).rpc_name(0)
+    'worker0'
+    """
+
+    worker: str
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    threads: int
+    cores: tuple[int, ...] | None
+    transport: str
+    directory: str
+    controller: int
+    dies_with_thread: bool = False
+    sockets: tuple[int, ...] = ()
+    timeout: float = 5.0
+    patience: float = 0.0
+    log_level: int = 30
+    start: int = 0
+
+    def rpc_name(self, index: int) -> str:
+        """The name that a worker has for RPC."""
+        return f"worker{index}"
+
+    def near(self, index: int) -> list[int]:
+        """The other workers that compute on devices, if values may stay on them on their way from a worker."""
+        if self.transport != "shared_memory":
+            return []
+        return [worker for worker in on_devices(self.devices) if worker != index]
+
+    @property
+    def uses_rpc(self) -> bool:
+        """Whether messages and values travel by RPC; else by sockets that the controller and the fork server make."""
+        return self.transport == "rpc"
+
+    @property
+    def meeting(self) -> str:
+        """The address of the store at which the processes find each other."""
+        return f"file://{self.directory}/store"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets, if it has any, come beside this.
+
+    >>> Fork(1, start=1)
+    Fork(index=1, start=1)
+    """
+
+    index: int
+    start: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Asks the fork server to end what is left of a worker.
+
+    >>> End(1)
+    End(index=1)
+    """
+
+    index: int
+
+
+LONGEST_TRACEBACK = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker is about to join.
+
+    >>> Ready(0, 4711)
+    Ready(index=0, pid=4711, start=0)
+    """
+
+    index: int
+    pid: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker, or the fork server (None), failed to start.
+
+    >>> Failed(None, "Traceback ...")
+    Failed(index=None, text='Traceback ...', start=0)
+    """
+
+    index: int | None
+    text: str
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker has ended; ``status`` is an exit status, or minus the number of a signal.
+
+    ``out_of_memory`` says whether the system has killed a process meanwhile because memory ran out.
+
+    >>> print(Died(0, -9).how, "|", Died(0, 3).how)
+    killed by SIGKILL | it ended with status 3
+    >>> print(Died(0, -9, out_of_memory=True).how)
+    killed by SIGKILL, when the system killed a process because memory ran out (dmesg says which; driver.memory ...
+    """
+
+    index: int
+    status: int
+    start: int = 0
+    out_of_memory: bool = False
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.status >= 0:
+            return f"it ended with status {self.status}"
+        if -self.status not in list(signal.Signals):
+            return f"killed by signal {-self.status}"
+        how = f"killed by {signal.Signals(-self.status).name}"
+        if self.status == -signal.SIGKILL and self.out_of_memory:
+            return (
+                f"{how}, when the system killed a process because memory ran out (dmesg says which; driver.memory says what a "
+                "worker holds; the memory may be that of a container or a job)"
+            )
+        return how
+
+
+def killed_for_memory() -> int:
+    """How many processes the system has killed because memory ran out, in all or in a container; 0 if it does not say.
+
+    >>> killed_for_memory() >= 0
+    True
+    """
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0
+
+
+def report(controller: socket.socket, message: Ready | Failed | Died) -> None:
+    """Send a report, if the controller is there."""
+    if isinstance(message, Failed):
+        message = replace(message, text=message.text[-LONGEST_TRACEBACK:])
+    with contextlib.suppress(OSError):
+        controller.send(pickle.dumps(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def watch_controller(
+    waiting: "select.poll", controller: socket.socket, config: LaunchConfig, events: int = 0
+) -> list[int]:
+    """Register the controller's socket and, if the system allows it, its process, to notice when the controller ends.
+
+    The socket alone is not enough: processes that the controller has forked hold it open, too. ``events`` are those of the
+    socket to wait for, beside its end. Returns the file descriptors that were opened.
+    """
+    waiting.register(controller, events)  # poll reports a hang-up without being asked for it
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(config.controller)
+        waiting.register(process, select.POLLIN)
+        return [process]
+    return []
+
+
+def die_with_controller(controller: socket.socket, config: LaunchConfig) -> None:
+    """A worker's thread that waits for the controller's end."""
+    waiting = select.poll()
+    watch_controller(waiting, controller, config)
+    waiting.poll()
+    os._exit(1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def start_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> NoReturn:
+    """Run a worker in this process, then exit."""
+    status = 1
+    try:
+        with in_words(f"worker {config.names[index]!r}"):
+            become_worker(index, config, controller)
+            run_worker(index, worker, config, controller)
+        status = 0
+    except BaseException as error:
+        text = str(error) if isinstance(error, HostError) else traceback.format_exc()
+        report(controller, Failed(index, text, config.start))
+        traceback.print_exc()
+    finally:
+        exit_at_once(status)
+
+
+def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
+    """Set up this process: signals, its end with the controller's, its core, its output."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent(os.getppid())
+    threading.Thread(target=die_with_controller, args=(controller, config), daemon=True).start()
+    if config.cores:
+        os.sched_setaffinity(0, {config.cores[index]})
+    for stream in (sys.stdout, sys.stderr):  # so that all is written when a worker is killed
+        if stream is not None:
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> None:
+    """Make a worker, let it be reached, and run it."""
+    import torch
+
+    from pippy.drivers.wire.gpu.device_transport import for_device
+    from pippy.drivers.wire.messages.worker_messages import MessageQueue
+    from pippy.drivers.worker.worker_context import WorkerContext
+
+    torch.set_num_threads(config.threads)
+    device, messages = config.devices[index], MessageQueue()
+    transport, copies = for_device(device, make_transport(config, index, messages), config.near(index))
+    place = index, config.names, messages, transport, device, config.threads
+    running = worker(WorkerContext(*place, copies=copies, log_level=config.log_level))
+    if config.uses_rpc:
+        from pippy.drivers.wire.messages import rpc
+
+        rpc.serve(rpc.Served(messages, running.urgent, transport.deliver))
+        report(controller, Ready(index, os.getpid(), config.start))
+        rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, "uv", "lo")
+    else:
+        from pippy.drivers.wire.messages.worker_messages import UrgentConnection
+
+        UrgentConnection(socket.socket(fileno=config.sockets[1]), running.urgent).start()
+        report(controller, Ready(index, os.getpid(), config.start))
+    running.run()
+
+
+def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
+    """The transport of this worker to the others and, but for RPC, to the controller, from host to host."""
+    if config.uses_rpc:
+        from pippy.drivers.wire.messages.rpc import transport_by_rpc
+
+        everybody = range(len(config.names))
+        return transport_by_rpc(index, config.rpc_name, CONTROLLER, config.timeout, far=everybody)[0]
+    from pippy.drivers.wire.messages.worker_messages import WorkerMessageConnection
+    from pippy.drivers.wire.worker_transport import WorkerTransport
+
+    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[0]), messages).connection
+    pinned = config.devices[index] != "cpu"
+    return WorkerTransport(index, pinned=pinned, controller=controller, patience=config.patience)
+
 
 # torch, and what the first command and the first backward would import in each worker.
 NEEDED = ("torch", "numpy.random", "torch.fx.experimental.symbolic_shapes")
@@ -157,7 +436,7 @@ def _close(descriptors: Iterable[int]) -> None:
 def load(dotted: str) -> type:
     """The class with a dotted name.
 
-    >>> load("pippy.drivers.engines.local.launch_reports:Died").__name__
+    >>> load("pippy.drivers.engines.local.fork_server:Died").__name__
     'Died'
     """
     module, _, name = dotted.partition(":")

@@ -15,10 +15,8 @@ from pippy.drivers.engines.arguments import (
     polling_time,
     worker_names,
 )
-from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
 from pippy.drivers.engines.engine import start
-from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray

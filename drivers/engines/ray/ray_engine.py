@@ -19,18 +19,17 @@ from typing import Any
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.process import kill_process
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.connected.connected_worker import RunSettings
-from pippy.drivers.engines.connected.processes import kill_process
-from pippy.drivers.engines.connected.waiting_workers import WaitingWorkers, await_any, say
-from pippy.drivers.engines.connected.worker_places import WorkerPlaces
+from pippy.drivers.engines.connected.worker_places import WaitingWorkers, WorkerPlaces, await_any, say
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
 from pippy.drivers.engines.ray.ray_worker import RayWorker
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.wire.messages.sockets import break_when_silent
 from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.readable import count_with_noun

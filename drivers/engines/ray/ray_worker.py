@@ -15,15 +15,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
+from pippy.drivers.base.process import exit_at_once, keep_freed_memory
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
-from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.local.fork_server import load
-from pippy.drivers.engines.standard_streams import exit_at_once
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import take_over
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.wire.messages.sockets import break_when_silent
 
 
 class RayWorker:

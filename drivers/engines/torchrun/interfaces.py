@@ -10,7 +10,7 @@ from fcntl import ioctl
 from ipaddress import ip_address
 from pathlib import Path
 
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.engines.torchrun.ranks import RankInfo
 
 LOOPBACK = "lo"
 CHOSEN_BY = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -1,11 +1,27 @@
-"""How the ranks that torchrun has started meet: they tell each other where they are, before RPC connects them."""
+"""How the ranks that torchrun has started meet: they tell each other where they are, before RPC connects them.
+
+The ranks of one host find each other: a rank gets two sockets to the first of them, which can make more.
+
+    each rank       writes its host on the board: ranks with the same host may be neighbours
+    the first rank  opens a door (doors.py)
+    the others      hand over one end of two sockets there, and memory that both must see, and write whether that is done
+    the first rank  closes the door, and writes which ranks have not come, and why
+
+A rank whose sockets have not come has no neighbours, and is reached by RPC. In the end no rank listens.
+
+Hosts must reach each other: RPC would take long to fail, and would not say which host it was. The first rank of each host opens
+a door, and writes its invitation. It goes to the doors of the others, and writes which it could not reach. All ranks read that,
+and raise if a host cannot reach another, in one direction or both.
+"""
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -14,18 +30,190 @@ from torch.distributed.rendezvous import rendezvous
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, interface_from_environment, link_to
-from pippy.drivers.engines.torchrun.neighbours import (
-    Neighbours,
-    meet_neighbours,
-    without_neighbours,
-)
-from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.engines.torchrun.rank_terms import check_terms, terms_of_rank, write_files
-from pippy.drivers.engines.torchrun.reach import check_reach
+from pippy.drivers.engines.torchrun.ranks import RankBoard, RankInfo, check_terms, terms_of_rank, write_files
 from pippy.drivers.session.calls import Address
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, close_all, this_host, two_pairs
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
+from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
+from pippy.drivers.wire.messages.handed_sockets import (
+    SocketPair,
+    close_all,
+    hand_over_pairs,
+    take_over,
+    this_host,
+    two_pairs,
+)
+
+
+@dataclass
+class Neighbours:
+    """The groups of ranks that share memory, and the sockets of this rank.
+
+    The first rank of a group has the ``ends`` of sockets to the others, and these have the other ends as their ``own``. For a
+    rank that is alone, ``reasons`` says why it could not join the others of its host.
+
+    >>> Neighbours(((0, 1), (2,))).of(1)
+    (0, 1)
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    own: SocketPair | None = None
+    ends: Mapping[int, SocketPair] = field(default_factory=dict)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The group of a rank."""
+        return next(group for group in self.groups if rank in group)
+
+
+def without_neighbours(ranks: int) -> Neighbours:
+    """The result without neighbours: all ranks are reached by RPC.
+
+    >>> without_neighbours(2).groups
+    ((0,), (1,))
+    """
+    return Neighbours(tuple((rank,) for rank in range(ranks)))
+
+
+def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
+    """Meet the ranks of this host. All ranks call this, with what `this_host` gave in each of them."""
+    together = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    first, *others = next(group for group in together if board.rank in group)
+    neighbours = Neighbours(())
+    if board.rank != first:
+        neighbours.own = _come_in(board, first)
+    elif others:
+        neighbours.ends = _welcome(board, others)
+    refused = board.read("refused by", [group[0] for group in together if len(group) > 1])
+    neighbours.reasons = {int(rank): why for each in refused for rank, why in each.items()}
+    neighbours.groups = _without(together, neighbours.reasons)
+    if neighbours.own is not None and board.rank in neighbours.reasons:
+        close_all(neighbours.own)
+        neighbours.own = None
+    return neighbours
+
+
+def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
+    """The groups without some ranks, which are groups of their own."""
+    left = [tuple(rank for rank in group if rank not in alone) for group in groups]
+    return tuple(sorted([*left, *((rank,) for rank in alone)]))
+
+
+# -- the first rank of a host
+
+
+def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
+    """Let the others in. Returns the sockets to those that have come."""
+    came: dict[int, SocketPair] = {}
+    with ExitStack() as opened:
+        try:
+            door = opened.enter_context(
+                closing(Door(THIS_HOST, others, partial(_take, came, board.timeout), board.timeout))
+            )
+            board.write("door of", [door.invitation.line(), ""])
+        except OSError as error:
+            board.write("door of", ["", f"rank {board.rank} could not open a socket: {error}"])
+        refused = {other: why for other, why in zip(others, board.read("has come in", others)) if why}
+    for other in refused.keys() & came.keys():
+        close_all(came.pop(other))
+    board.write("refused by", refused)
+    return came
+
+
+def _take(came: dict[int, SocketPair], within: float, rank: int, end: socket.socket) -> None:
+    """Take the sockets of a rank, and tell it whether that could be done."""
+    with end, suppress(OSError):
+        end.settimeout(within)
+        messages, urgent = take_over(end, 2)
+        came[rank] = messages, urgent
+
+
+# -- the others
+
+
+def _come_in(board: RankBoard, first: int) -> SocketPair | None:
+    """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
+    ((line, why),) = board.read("door of", [first])
+    own = None
+    if line:
+        try:
+            with come_in(Invitation.of_line(line), board.rank, board.timeout) as end:
+                end.settimeout(board.timeout)
+                own, why = hand_over_pairs(end)
+            why = why and f"rank {first} could not let it in: {why}"
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+    board.write("has come in", why)
+    return own
+
+
+WITHIN = 10.0  # seconds: TCP asks again after 1, 3 and 7
+_LINES = 8  # that a message has of them
+
+
+def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], address: str | None) -> None:
+    """Raise, on all ranks, unless the hosts reach each other. All ranks call this.
+
+    ``where`` has for each rank what is equal in those of one host, and ``hosts`` its host's name; ``address`` is that of this
+    rank, on which it listens.
+    """
+    firsts = [where.index(host) for host in dict.fromkeys(where)]
+    if len(firsts) == 1:
+        return
+    if board.rank in firsts:
+        with ExitStack() as opened:
+            this_host = f"{hosts[board.rank]} ({address})"
+            line, wrong, guests = "", [], [rank for rank in firsts if rank != board.rank]
+            try:
+                if address is not None:
+                    door = opened.enter_context(closing(Door(address, guests, _only_tried, board.timeout)))
+                    line = door.invitation.line()
+            except OSError as error:
+                wrong.append(f"{this_host} cannot listen there: {error.strerror}")
+            board.write("door for hosts", line)
+            doors = zip(guests, board.read("door for hosts", guests))
+            others = {rank: Invitation.of_line(line) for rank, line in doors if line}
+            for rank, why in out_of_reach(board.rank, others, min(board.timeout, WITHIN)).items():
+                wrong.append(f"{this_host} gets no connection with {hosts[rank]} ({others[rank].address}): {why}")
+            board.write("out of reach", wrong)
+            board.read("out of reach", firsts)  # until then the others may come
+    if lines := [line for each in board.read("out of reach", firsts) for line in each]:
+        more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+        raise ClusterError(
+            "the hosts cannot connect with each other:\n  "
+            + "\n  ".join(lines[:_LINES])
+            + more
+            + "\nEvery rank listens on "
+            "ports that its system chooses: a firewall must let the other hosts connect to these, in both directions "
+            "(net.ipv4.ip_local_port_range says which they can be). TP_SOCKET_IFNAME=eth1 on each host names another interface"
+        )
+
+
+def out_of_reach(guest: int, invitations: Mapping[int, Invitation], seconds: float) -> dict[int, str]:
+    """Go to all of these doors at once, for a moment. Returns those that cannot be reached, with the reasons.
+
+    >>> door = Door("127.0.0.1", [1], _only_tried, 5.0)
+    >>> out_of_reach(1, {3: door.invitation}, 5.0)
+    {}
+    >>> door.close()
+    >>> out_of_reach(1, {3: door.invitation}, 5.0)
+    {3: 'Connection refused'}
+    """
+
+    def why_not(invitation: Invitation) -> str | None:
+        try:
+            come_in(invitation, guest, seconds).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    with ThreadPoolExecutor(max(1, len(invitations))) as threads:
+        reasons = dict(zip(invitations, threads.map(why_not, invitations.values())))
+    return {rank: why for rank, why in reasons.items() if why is not None}
+
+
+def _only_tried(_: int, end: socket.socket) -> None:
+    end.close()
+
 
 # Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it, and RPC met there.
 _open_stores: list[Store] = []

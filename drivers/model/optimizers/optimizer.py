@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
-from pippy.drivers.model.optimizers.gradient_layouts import check_gradient_layouts
-from pippy.drivers.model.optimizers.optimizer_check import check_separable
+from pippy.drivers.model.optimizers.checks import check_gradient_layouts, check_separable
 from pippy.drivers.model.optimizers.stale_models import StaleModels
-from pippy.drivers.placement.buckets import passing_on
-from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe, passing_on
 from pippy.drivers.protocol.state import (
     GiveState,
     MakeOptimizer,

@@ -6,9 +6,9 @@ from typing import Any
 
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
-from pippy.drivers.plan.language.exchange_program import ExchangeProgram
+from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.instructions import ReceiveState, SendState
-from pippy.drivers.plan.passes.exchange import exchange
+from pippy.drivers.plan.passes.communicate import exchange
 from pippy.drivers.protocol.state import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.random_state import RandomState

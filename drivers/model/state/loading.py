@@ -24,12 +24,10 @@ from pippy.drivers.files.safetensors_files import StoredTensor
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.model.state.filling import Filling
-from pippy.drivers.model.state.saved_names import SavedNames
-from pippy.drivers.model.state.saving import check_is_of
+from pippy.drivers.model.state.saving import SavedNames, check_is_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.state import ReadState, TakeState
-from pippy.drivers.session.driver_commands import DriverCommands
-from pippy.drivers.session.step_numbers import StepNumbers
+from pippy.drivers.session.driver_commands import DriverCommands, StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.public_calls import check_flag
 from pippy.ir.base.readable import first_listed

@@ -6,6 +6,8 @@
 
 With ``wait=False`` each worker answers when it has made copies, and then writes the copies. A thread of the controller asks the
 workers from time to time whether they are done, and does the rest.
+
+The names of a driver's tensors in a checkpoint: it has each tensor once, by one of its names in the state dict.
 """
 
 import json
@@ -18,17 +20,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.files.contents import TAKEN, shard
+from pippy.drivers.files.contents import TAKEN, NewCheckpoint, shard
 from pippy.drivers.files.manifest import INDEX, MODEL, VALUES, WHOLE_HASH, check_plain, packed, random_values, unpacked
-from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
 from pippy.drivers.files.synced_files import WrittenFile, write_file
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.state.filling import Filling
-from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.protocol.state import AskWritten, WriteState, WrittenState
@@ -38,6 +40,64 @@ from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import bytes_text, shortened
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState
+
+
+@dataclass(frozen=True)
+class SavedNames:
+    """``tensors`` has each tensor of the state dict by the name that it is saved by. ``names`` has all names of each.
+
+    ``extra`` has the items of the state dict that are no tensors; ``unused`` the names of tensors that no stage uses, which are
+    in this process alone.
+
+    >>> from pippy import Pipe
+    >>> first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    >>> last.weight = first.weight
+    >>> pipe = Pipe.from_sequential(torch.nn.Sequential(first, last))
+    >>> from pippy.ir.pipe import compiled_of
+    >>> saved = SavedNames.of(pipe, PlacedPipe(compiled_of(pipe), [0, 1]))
+    >>> saved.names["0.weight"], saved.tied
+    (('0.weight', '1.weight'), {'1.weight': '0.weight'})
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    names: Mapping[str, tuple[str, ...]]
+    extra: Mapping[str, Any]
+    unused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pipe: Pipe, placed: PlacedPipe) -> "SavedNames":
+        """The names for a Pipe whose stages are placed."""
+        canonical = placed.compiled.qualnames.canonical
+        state = pipe.state_dict(keep_vars=True)
+        groups: dict[str, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                groups.setdefault(canonical.get(name, name), []).append(name)
+        names = {first if first in all_names else all_names[0]: tuple(all_names) for first, all_names in groups.items()}
+        return cls(
+            {name: state[name] for name in names},
+            names,
+            {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)},
+            tuple(name for name in names if not placed.locations(name)),
+        )
+
+    @property
+    def nowhere(self) -> set[str]:
+        """The names of tensors on the meta device that no stage uses. They have no numbers anywhere."""
+        return {name for name in self.unused if self.tensors[name].is_meta}
+
+    def with_numbers(self) -> "SavedNames":
+        """The names without those of `nowhere`."""
+        gone = self.nowhere
+        tensors = {name: each for name, each in self.tensors.items() if name not in gone}
+        names = {name: own for name, own in self.names.items() if name not in gone}
+        return SavedNames(tensors, names, self.extra, tuple(name for name in self.unused if name not in gone))
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The name that a tensor is saved by, for each of its other names."""
+        return {other: name for name, own in self.names.items() for other in own if other != name}
+
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE = 1.0  # seconds between two questions

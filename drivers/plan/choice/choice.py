@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
-from pippy.drivers.plan.choice.byte_sizes import byte_text
-from pippy.drivers.plan.choice.candidate import TIE, Candidate, Modes, lightest_of_fastest
-from pippy.drivers.plan.choice.problem import Problem
+from pippy.drivers.plan.choice.problem import TIE, Candidate, Modes, Problem, byte_text, lightest_of_fastest
 from pippy.drivers.plan.language.program import Program
 
 SHOWN = 12  # candidates that are listed
@@ -24,9 +22,9 @@ class Choice:
     candidates on other placements of the same stages.
 
     >>> from pippy.drivers.plan import make_schedule
-    >>> from pippy.drivers.plan.choice.limits import MemoryLimit
+    >>> from pippy.drivers.plan.choice.problem import MemoryLimit
     >>> from pippy.drivers.plan.choice.search import choose
-    >>> from pippy.drivers.plan.cost.costs import Costs
+    >>> from pippy.drivers.plan.cost.simulate import Costs
     >>> from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
     >>> program = make_schedule("1f1b", workers=1, chunks=1, stages_per_worker=2)
     >>> sizes = PipeBytes((StageBytes(kept=1024), StageBytes(kept=1024)))

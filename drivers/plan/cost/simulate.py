@@ -3,21 +3,183 @@
 Where workers are on several hosts, all values that a host sends to others go over one line, one at a time, and all that it
 takes go over another. So a transfer between hosts begins when the sender's line out and the receiver's line in are free.
 Workers are gone through in the order of their clocks, so that values come onto a line as they are sent.
+
+How long computations and transfers take, in any unit of time.
+
+A single number is the cost for one *device*: what a worker spends on one micro-batch, all its stages together, if the
+model is spread evenly. A stage then costs ``number * workers / stages``: with v stages on each worker, 1/v of the
+number. So schedules with different numbers of stages a worker compare fairly: they run the same model. A sequence or
+a dict gives each *stage's* own cost instead.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from math import isfinite
+from numbers import Real
 
-from pippy.drivers.plan.cost.costs import Costs, Number, PerEdge, PerStage
-from pippy.drivers.plan.cost.timeline import Span, Timeline
-from pippy.drivers.plan.language.drawn import Drawn
-from pippy.drivers.plan.language.instructions import Compute, Instruction, MicrobatchValue
-from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.errors import ArgumentError, beginning
+from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction, InstructionKey, MicrobatchValue
+from pippy.drivers.plan.language.program import Drawn, Program
 from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.drivers.plan.proofs.validate import validate
 from pippy.drivers.plan.proofs.waits import DryRun, Transfers
+
+Number = float | Fraction
+PerStage = Number | Sequence[Number] | Mapping[int, Number]
+PerEdge = Number | Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of passes, and of moving a value between workers: ``size / bandwidth`` in a channel, then ``latency``.
+
+    A channel moves one value at a time. In a program on several hosts, these are the costs between two of them: a host
+    sends one value at a time to others, and takes one at a time; within a host, a value takes no time.
+
+    ``backward`` is the cost of a whole backward; left out, it is that of its two halves. ``recompute`` is that of a forward
+    which is computed again; left out, it is that of the forward.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = make_schedule("interleaved_1f1b", workers=2, chunks=2, stages_per_worker=2)
+    >>> from pippy.drivers.plan.language.instructions import Op
+    >>> Costs(forward=1.0).resolve(program).compute(Compute(Op.FORWARD, 3, 0))
+    0.5
+    >>> Costs(forward=[1.0, 2.0, 3.0, 4.0]).resolve(program).compute(Compute(Op.FORWARD, 3, 0))
+    4.0
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    latency: PerEdge = 0
+    size: PerEdge = 0
+    bandwidth: Number = 1
+    recompute: PerStage | None = None
+
+    def resolve(self, program: Program) -> "ResolvedCosts":
+        """The costs of every stage and edge of a program; one that is missing or negative is refused."""
+        require_cost("bandwidth", self.bandwidth)
+        if self.bandwidth == 0:
+            raise ArgumentError(f"bandwidth={beginning(self.bandwidth)} must be above zero")
+        costs = {
+            name: per_stage(name, cost, program)
+            for name in ("backward_input", "backward_weight", "backward", "forward", "recompute")
+            if (cost := getattr(self, name)) is not None
+        }
+        sizes = per_edge("size", self.size, program)
+        return ResolvedCosts(
+            {key: kind.cost(costs.get) for key, kind in KINDS.items() if kind.cost},
+            per_edge("latency", self.latency, program),
+            {value: size / self.bandwidth if size else 0 for value, size in sizes.items()},
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedCosts:
+    """A number for each pass of each stage and each edge: ``occupied`` is how long a value keeps its channel busy."""
+
+    stages: dict[InstructionKey, Sequence[Number]]
+    latency: dict[str, Number]
+    occupied: dict[str, Number]
+
+    def compute(self, compute: Compute) -> Number:
+        return self.stages[compute.op][compute.stage]
+
+
+def per_stage(name: str, given: PerStage, program: Program) -> list[Number]:
+    if isinstance(given, Mapping):
+        missing = [stage for stage in range(program.stages) if stage not in given]
+        if missing:
+            raise ArgumentError(
+                f"{name}={beginning(given)} has no cost for stage {missing[0]}; give one for each stage"
+            )
+        costs = [given[stage] for stage in range(program.stages)]
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != program.stages:
+            raise ArgumentError(
+                f"{name}={beginning(given)} has {len(given)} costs for {program.stages} stages; give one for each"
+            )
+        costs = list(given)
+    else:
+        require_cost(name, given)
+        costs = [given * program.placement.workers / program.stages] * program.stages
+    for cost in costs:
+        require_cost(name, cost)
+    return costs
+
+
+def per_edge(name: str, given: PerEdge, program: Program) -> dict[str, Number]:
+    values = [edge.value for edge in program.flow]
+    if not isinstance(given, Mapping):
+        require_cost(name, given)
+        return dict.fromkeys(values, given)
+    for value in values:
+        if value not in given:
+            raise ArgumentError(f"{name}={beginning(given)} has no entry for edge {value}; give one for each edge")
+        require_cost(name, given[value])
+    return {value: given[value] for value in values}
+
+
+def require_cost(name: str, cost: object) -> None:
+    if isinstance(cost, bool) or not isinstance(cost, Real) or not isfinite(cost) or cost < 0:
+        raise ArgumentError(f"{name}={beginning(cost)} must be a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One computation of a worker, from start to end.
+
+    >>> from pippy.drivers.plan.orders.schedule import F
+    >>> Span(Compute(F, 0, 0), 1.0, 2.5).duration
+    1.5
+    """
+
+    compute: Compute
+    start: Number
+    end: Number
+
+    @property
+    def duration(self) -> Number:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline(Drawn):
+    """Each worker's spans, in order of time.
+
+    >>> from pippy.drivers.plan.orders.schedule import F
+    >>> Timeline([[Span(Compute(F, 0, 0), 1.0, 2.5)]]).makespan
+    2.5
+    """
+
+    spans: Sequence[Sequence[Span]]
+
+    def __repr__(self) -> str:
+        """
+        >>> Timeline([[], []])
+        <Timeline: 2 workers, 0 passes, makespan 0>
+        """
+        workers = "1 worker" if len(self.spans) == 1 else f"{len(self.spans)} workers"
+        return f"<Timeline: {workers}, {sum(map(len, self.spans))} passes, makespan {float(self.makespan):g}>"
+
+    def __post_init__(self) -> None:
+        for worker, spans in enumerate(self.spans):
+            clock: Number = 0
+            for span in spans:
+                if span.start < clock or span.end < span.start:
+                    raise ArgumentError(
+                        f"worker {worker} runs {span.compute} from {span.start} to {span.end}, when it is {clock}; "
+                        "give each worker's spans in order of time, from 0, without overlap"
+                    )
+                clock = span.end
+
+    @property
+    def makespan(self) -> Number:
+        return max((spans[-1].end for spans in self.spans if spans), default=0)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,22 @@
-"""The passes of stages, and the edges between them: the values that one pass makes and others need."""
+"""The passes of stages, the edges between them, and what a program says of its micro-batches.
+
+An edge is a value that one pass makes and others need. The micro-batches of a mini-batch are shared among replicas: to each a
+run of them, as many as to the others or one more.
+
+    9 micro-batches, 2 replicas     0 1 2 3 4 | 5 6 7 8
+
+`Checkpoints` are the forwards that keep their inputs only. What their backwards need is computed again, by the instruction R.
+"""
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from pippy.drivers.plan.language.errors import ArgumentError, beginning
 from pippy.drivers.plan.language.instructions import Compute, Phase
+from pippy.drivers.plan.language.placement import require_count
 from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, Scanner
 
 PHASE = re.compile("[FBC]")
@@ -123,3 +134,76 @@ def scan_replicated(scanner: Scanner) -> Replicated:
     parameter = scanner.take(QUALIFIED_NAME, "the qualified name of a parameter")
     scanner.literal(" ")
     return Replicated(parameter, scanner.numbers("a stage number"))
+
+
+def shares(chunks: int, replicas: int, slices: int = 1) -> tuple[range, ...]:
+    """The micro-batches of each replica. The ``slices`` of a row stay together.
+
+    >>> shares(chunks=5, replicas=2)
+    (range(0, 3), range(3, 5))
+    >>> shares(chunks=6, replicas=2, slices=2)
+    (range(0, 4), range(4, 6))
+    >>> shares(chunks=1, replicas=2)
+    Traceback (most recent call last):
+    pippy.drivers.plan.language.errors.ArgumentError: chunks=1 for 2 replicas of the pipeline: each needs a micro-batch; ...
+    """
+    require_count("replicas", replicas)
+    if chunks % slices:
+        raise ArgumentError(
+            f"chunks={beginning(chunks)} for {beginning(slices)} slices of each sequence: a row of micro-batches has as many "
+            f"as there are slices; give a multiple of {beginning(slices)}"
+        )
+    rows = chunks // slices
+    if rows < replicas:
+        raise ArgumentError(
+            f"chunks={beginning(rows)} for {beginning(replicas)} replicas of the pipeline: each needs a "
+            f"micro-batch; give {beginning(replicas)} or more"
+        )
+    sizes = [slices * (rows // replicas + (replica < rows % replicas)) for replica in range(replicas)]
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The micro-batches for which the forward of a stage keeps its inputs only.
+
+    >>> str(Checkpoints(2, (0, 1, 2, 3, 6)))
+    '2 0-3 6'
+    """
+
+    stage: int
+    microbatches: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return " ".join([str(self.stage), *ranges(self.microbatches)])
+
+
+def ranges(numbers: tuple[int, ...]) -> list[str]:
+    """Numbers as text: those that follow one another as a range.
+
+    >>> ranges((0, 1, 3))
+    ['0-1', '3']
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def scan_checkpoints(scanner: Scanner, chunks: int) -> Checkpoints:
+    """Read a stage and its micro-batches, of which there are ``chunks``."""
+    stage = scanner.number("a stage number")
+    microbatches: list[int] = []
+    while scanner.accept(" "):
+        first = last = scanner.number("a micro-batch number")
+        if scanner.accept("-"):
+            last = scanner.number("a micro-batch number")
+        if last >= chunks:
+            raise scanner.error(f"there is no micro-batch {last} of {chunks}")
+        microbatches += range(first, last + 1)
+    if not microbatches:
+        raise scanner.error("expected a micro-batch number")
+    return Checkpoints(stage, tuple(microbatches))

@@ -1,10 +1,16 @@
-"""Who does what for what workers exchange in a step beside the edges of the program: sums of gradients, and notes.
+"""What workers exchange beside the edges of a program.
+
+In a step these are sums of gradients, and notes:
 
     a worker with copies    send gradients ──▶  the owner: receive gradients of each, reduce, send sum to each  ──▶ receive sum
     a worker with norms     send notes to each twin ──▶  receive notes from each twin
 
-A copy whose stage has no backward has no gradient, and is sent the sum.
+A copy whose stage has no backward has no gradient, and is sent the sum. What workers pass to one another outside of a step is a
+program without computations, for the workers of a cluster.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pippy.drivers.plan.language.edges import GradientSum
 from pippy.drivers.plan.language.instructions import (
@@ -17,7 +23,47 @@ from pippy.drivers.plan.language.instructions import (
     SendNotes,
     SendSum,
 )
-from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.program import INDENT, Program
+
+
+@dataclass(frozen=True)
+class ExchangeProgram:
+    """The sends and receives of all workers, by their numbers in the cluster. ``schedule`` says what is passed on.
+
+    >>> from pippy.drivers.plan.language.instructions import ReceiveState, SendState
+    >>> print(ExchangeProgram("states", ((SendState(of=0, to=1),), (ReceiveState(of=0, source=0),))))
+    exchange states
+    worker 0
+      send state of worker 0 to 1
+    worker 1
+      receive state of worker 0 from 0
+    """
+
+    schedule: str
+    orders: tuple[tuple[Instruction, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The lines of its text. A worker that does nothing has none."""
+        yield from self.header()
+        for worker, order in enumerate(self.orders):
+            if order:
+                yield f"worker {worker}"
+                yield from (f"{INDENT}{instruction}" for instruction in order)
+
+    def header(self) -> Iterator[str]:
+        """The lines before the first worker's."""
+        yield f"exchange {self.schedule}"
+
+    @property
+    def workers(self) -> int:
+        return len(self.orders)
+
+    def order_of(self, worker: int) -> tuple[Instruction, ...]:
+        """The instructions of a worker."""
+        return self.orders[worker] if worker < self.workers else ()
 
 
 def sum_work(program: Program, each: GradientSum, worker: int) -> list[Instruction]:

@@ -22,8 +22,8 @@ those of a stage are added up in parts, as ``stage 2 part 0``. A step that only 
 In replicas of a pipeline, ``send notes to 3`` and ``receive notes from 3`` move what the batch norms of a worker's stages have
 noted, to the worker with the same stages in another replica. A step whose batch norms note nothing passes over both.
 
-Outside of a step, workers run programs with other sends and receives (exchange_program.py): ``send parameters of stage 2 part 0
-to 3`` passes on parameters that a divided optimizer has updated here, and ``send state of worker 1 to 2`` a copy of what worker
+Outside of a step, workers run programs with other sends and receives (exchanges.py): ``send parameters of stage 2 part 0 to 3``
+passes on parameters that a divided optimizer has updated here, and ``send state of worker 1 to 2`` a copy of what worker
 1 holds, from which it can go on.
 
 Gradients of one value that are made on one worker are added there, in the order that the program says: see `Program`.
@@ -38,8 +38,7 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import Any, Final, Literal
 
-from pippy.drivers.plan.language.form import Form
-from pippy.drivers.plan.language.scanner import Scanner
+from pippy.drivers.plan.language.scanner import Form, Scanner
 
 
 class Op(StrEnum):
@@ -348,33 +347,24 @@ own_value = attrgetter("value", "microbatch")
 sum_value = attrgetter("into", "microbatch")
 NOTES: Final = "notes of batch norms"  # the name of a value, which no edge can have
 
-
-def gradients_of(each: Any) -> MicrobatchValue:
-    """The gradients of a sum as a value: of all micro-batches."""
-    return f"gradients of {each.sum}", 0
-
-
-def sum_of(each: Any) -> MicrobatchValue:
-    """A sum as a value."""
-    return f"sum of {each.sum}", 0
-
-
-def notes_of(each: Any) -> MicrobatchValue:
-    """Notes as a value: of all micro-batches."""
-    return NOTES, 0
-
-
-def parameters_of(each: Any) -> MicrobatchValue:
-    """Updated parameters as a value."""
-    return f"parameters of {each.sum}", 0
-
-
-def state_of(each: Any) -> MicrobatchValue:
-    """The copy of a state as a value."""
-    return f"state of worker {each.of}", 0
-
-
 InstructionKey = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
+
+
+def passed_on(
+    send: type[Instruction], receive: type[Instruction], what: str, exchange: Exchange, value: str = ""
+) -> dict[InstructionKey, Kind]:
+    """The rows of two kinds that pass on a value of all micro-batches, which ``value`` names, or else the text of ``what``."""
+    text: Callable[[object], str] = (lambda _: value) if value else Form(what).text
+
+    def value_of(each: Any) -> MicrobatchValue:
+        return text(each), 0
+
+    there = Kind(Form(f"send {what} to {{to}}"), takes=value_of, sends_to=attrgetter("to"), exchange=exchange)
+    here = Kind(
+        Form(f"receive {what} from {{source}}"), gives=value_of, receives_from=attrgetter("source"), exchange=exchange
+    )
+    return {send: there, receive: here}
+
 
 # All that is known of each kind. A kind whose text begins as that of another goes before it.
 KINDS: dict[InstructionKey, Kind] = {
@@ -434,54 +424,12 @@ KINDS: dict[InstructionKey, Kind] = {
         phase="C",
         cost=lambda costs: [0 for _ in costs("forward") or ()],
     ),
-    SendGradients: Kind(
-        Form("send gradients of {sum} to {to}"),
-        takes=gradients_of,
-        sends_to=attrgetter("to"),
-        exchange=Exchange.SUM,
-    ),
-    ReceiveGradients: Kind(
-        Form("receive gradients of {sum} from {source}"),
-        gives=gradients_of,
-        receives_from=attrgetter("source"),
-        exchange=Exchange.SUM,
-    ),
+    **passed_on(SendGradients, ReceiveGradients, "gradients of {sum}", Exchange.SUM),
     Reduce: Kind(Form("reduce {sum}"), exchange=Exchange.SUM),
-    SendSum: Kind(Form("send sum of {sum} to {to}"), takes=sum_of, sends_to=attrgetter("to"), exchange=Exchange.SUM),
-    ReceiveSum: Kind(
-        Form("receive sum of {sum} from {source}"),
-        gives=sum_of,
-        receives_from=attrgetter("source"),
-        exchange=Exchange.SUM,
-    ),
-    SendNotes: Kind(Form("send notes to {to}"), takes=notes_of, sends_to=attrgetter("to"), exchange=Exchange.NOTES),
-    ReceiveNotes: Kind(
-        Form("receive notes from {source}"),
-        gives=notes_of,
-        receives_from=attrgetter("source"),
-        exchange=Exchange.NOTES,
-    ),
-    SendParameters: Kind(
-        Form("send parameters of {sum} to {to}"),
-        takes=parameters_of,
-        sends_to=attrgetter("to"),
-        exchange=Exchange.PARAMETERS,
-    ),
-    ReceiveParameters: Kind(
-        Form("receive parameters of {sum} from {source}"),
-        gives=parameters_of,
-        receives_from=attrgetter("source"),
-        exchange=Exchange.PARAMETERS,
-    ),
-    SendState: Kind(
-        Form("send state of worker {of} to {to}"), takes=state_of, sends_to=attrgetter("to"), exchange=Exchange.STATE
-    ),
-    ReceiveState: Kind(
-        Form("receive state of worker {of} from {source}"),
-        gives=state_of,
-        receives_from=attrgetter("source"),
-        exchange=Exchange.STATE,
-    ),
+    **passed_on(SendSum, ReceiveSum, "sum of {sum}", Exchange.SUM),
+    **passed_on(SendNotes, ReceiveNotes, "notes", Exchange.NOTES, value=NOTES),
+    **passed_on(SendParameters, ReceiveParameters, "parameters of {sum}", Exchange.PARAMETERS),
+    **passed_on(SendState, ReceiveState, "state of worker {of}", Exchange.STATE),
     Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
     Receive: Kind(
         Form("receive {value}.{microbatch} from {source}"), gives=own_value, receives_from=attrgetter("source")

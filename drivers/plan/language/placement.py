@@ -126,9 +126,7 @@ SHAPES = {"linear": linear, "looped": looped, "v": v_shaped}
 
 
 def make_placement(
-    workers: int,
-    stages_per_worker: int | Sequence[int] = 1,
-    placement: str | Mapping[int, int] | Placement = "linear",
+    workers: int, stages_per_worker: int | Sequence[int] = 1, placement: str | Mapping[int, int] | Placement = "linear"
 ) -> Placement:
     """A placement from its shape ("linear", "looped", "v") and sizes, or from a dict of stage to worker.
 

@@ -1,19 +1,32 @@
 """A program: the instructions of all workers, and the text in which it is written."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
-from pippy.drivers.plan.language.checkpoints import Checkpoints
-from pippy.drivers.plan.language.drawn import Drawn
-from pippy.drivers.plan.language.edges import Edge, GradientSum, Replicated, chain
+from pippy.drivers.plan.language.edges import Checkpoints, Edge, GradientSum, Replicated, chain, shares
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.drivers.plan.language.placement import Placement, is_count, require_count
 from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, SCHEDULE
-from pippy.drivers.plan.language.shares import shares
+
+
+class Drawn:
+    """A class whose objects a notebook shows as pictures. Without a picture it shows the ``repr``.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> make_schedule("1f1b", workers=2, chunks=2)._repr_html_()[:4]
+    '<svg'
+    """
+
+    picture: ClassVar[Callable[[Any], str | None]]
+
+    def _repr_html_(self) -> str | None:
+        return Drawn.picture(self)
+
 
 TITLE = "pippy program 1"
 INDENT = "  "

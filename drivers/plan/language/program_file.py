@@ -3,8 +3,7 @@
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from pippy.drivers.plan.language.checkpoints import Checkpoints, scan_checkpoints
-from pippy.drivers.plan.language.edges import Edge, scan_edge, scan_replicated
+from pippy.drivers.plan.language.edges import Checkpoints, Edge, scan_checkpoints, scan_edge, scan_replicated
 from pippy.drivers.plan.language.errors import ParseError, require
 from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
 from pippy.drivers.plan.language.placement import Placement

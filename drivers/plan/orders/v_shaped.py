@@ -15,8 +15,7 @@ from itertools import accumulate
 
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.placement import Placement
-from pippy.drivers.plan.orders.pattern import RepeatedPasses, require_v, write_out
-from pippy.drivers.plan.orders.schedule import F, I, W, WorkerOrders, keep
+from pippy.drivers.plan.orders.schedule import F, I, RepeatedPasses, W, WorkerOrders, keep, require_v, write_out
 
 PERIOD = 6
 Block = dict[tuple[Op, int], int]

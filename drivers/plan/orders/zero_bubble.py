@@ -9,8 +9,7 @@ from itertools import chain
 from pippy.drivers.plan.language.errors import PlacementError
 from pippy.drivers.plan.language.instructions import Compute
 from pippy.drivers.plan.language.placement import Placement, Run
-from pippy.drivers.plan.orders.pattern import RepeatedPasses, require_v, write_out
-from pippy.drivers.plan.orders.schedule import F, I, W, WorkerOrders, keep, passes
+from pippy.drivers.plan.orders.schedule import F, I, RepeatedPasses, W, WorkerOrders, keep, passes, require_v, write_out
 
 
 def one_run_each(placement: Placement, schedule: str) -> tuple[Run, ...]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pippy.drivers.plan.language.errors import ProgramError
-from pippy.drivers.plan.language.exchange_program import ExchangeProgram
+from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.program import Program
 
 MARK = "    <-- "

@@ -13,13 +13,13 @@ checked instruction by instruction: each value is made or received before it is 
 """
 
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
-from pippy.drivers.plan.language.exchange_program import ExchangeProgram
+from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.placement import is_count
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.proofs.circular_waits import check_waits
 from pippy.drivers.plan.proofs.computations import check_computations
 from pippy.drivers.plan.proofs.faults import Faults
 from pippy.drivers.plan.proofs.values import check_values
+from pippy.drivers.plan.proofs.waits import check_waits
 
 
 def validate(program: Program, buffer: int | None = None) -> None:

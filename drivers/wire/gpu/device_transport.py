@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared, Shared
-from pippy.drivers.wire.gpu.copies import DeviceCopies, HostCopy
+from pippy.drivers.wire.gpu.copies import Accelerator, DeviceCopies, HostCopy, NotShared, Shared
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import SentCount, Transport
 from pippy.drivers.wire.value_layout import is_plain_tensor, layout_of
@@ -32,7 +31,7 @@ _OFFER, _ANSWER = 1 << 62, (1 << 62) + 1  # in place of a step, in keys; in that
 def for_device(device: str, carrier: Transport, near: Collection[int] = ()) -> tuple[Transport, DeviceCopies | None]:
     """The transport of a worker that computes on a device, and the copies that it uses; on the CPU, ``carrier`` itself.
 
-    >>> from pippy.drivers.wire.in_process import in_process
+    >>> from pippy.drivers.wire.worker_transport import in_process
     >>> carrier = in_process(1)[0]
     >>> for_device("cpu", carrier) == (carrier, None)
     True

@@ -5,11 +5,17 @@ workers owns a bucket: it adds up, in the order of the copies, so that the sums 
 
     worker 1 ──its gradients──▶ the owner, worker 0 ──the sums──▶ worker 1
 
-Where the state of an optimizer is divided among the workers, the sums stay with the owner. The instructions of a program say
-when a worker does which of this.
+The state of an optimizer may be divided among the replicas of the pipeline. Then the sums of the gradients stay with the owner
+of a bucket, who has the state of its parameters, updates them, and sends them to the workers that have copies.
+
+    worker 0 ──its gradients of b──▶ worker 2: the sums, the state and the update of b ──b, updated──▶ worker 0
+    worker 2 ──its gradients of a──▶ worker 0: the sums, the state and the update of a ──a, updated──▶ worker 2
+
+The instructions of a program say when a worker does which of this.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -62,10 +68,7 @@ class AddingUp:
     """
 
     def __init__(
-        self,
-        sums: GradientSums,
-        own: Own,
-        finish: Callable[[int, Gradient], Gradient] = lambda key, gradient: gradient,
+        self, sums: GradientSums, own: Own, finish: Callable[[int, Gradient], Gradient] = lambda key, gradient: gradient
     ) -> None:
         self.sums, self.own, self.finish = sums, own, finish
         self.totals: dict[int, Gradient] = dict.fromkeys(sums.copies)
@@ -168,3 +171,43 @@ class _Sum:
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     kinds = [(type(each), each.layout, each.dtype, each.shape, each.requires_grad) for each in (one, other)]
     return kinds[0] == kinds[1] == (torch.Tensor, torch.strided, one.dtype, one.shape, False)
+
+
+class ParameterShares:
+    """The parameters with these ``names``, on worker ``index``. ``tensor`` gives its parameter at a location.
+
+    >>> ParameterShares([], (), index=0, tensor=lambda place: torch.zeros(1)).copies
+    set()
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        names: Container[str],
+        index: int,
+        tensor: Callable[[TensorLocation], torch.Tensor],
+    ) -> None:
+        self.held: dict[
+            int, tuple[str, list[list[torch.Tensor]]]
+        ] = {}  # by the number of messages, behind those of sums
+        for number, bucket in enumerate(buckets, len(buckets)):
+            own = [each for each in bucket.parameters if each.name in names]
+            if own and index in bucket.workers:
+                places = [[place for worker, place in each.copies if worker == index] for each in own]
+                self.held[number] = bucket.sum, [list(map(tensor, each)) for each in places]
+        self.copies = {id(copy) for _, here in self.held.values() for copies in here for copy in copies}
+
+    def leaving(self, send: Any) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The parameters of a sum, which were updated here: each bucket with its number."""
+        return ((at, [copies[0].detach() for copies in self.held[at][1]]) for at in self.awaited(send))
+
+    def awaited(self, receive: Any) -> list[int]:
+        """The numbers of the buckets of a sum."""
+        return [at for at, (sum, _) in self.held.items() if sum == receive.sum]
+
+    @torch.no_grad()
+    def take(self, number: int, value: list[torch.Tensor]) -> None:
+        """Have the parameters of a bucket as another worker has updated them."""
+        for updated, copies in zip(value, self.held[number][1]):
+            for copy in copies:
+                copy.copy_(updated)

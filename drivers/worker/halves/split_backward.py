@@ -40,8 +40,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
-from pippy.drivers.worker.halves.choose_layers import deferrable_layers
-from pippy.drivers.worker.halves.deferred_layers import LayerCall, has_hooks
+from pippy.drivers.worker.halves.deferred_layers import LayerCall, deferrable_layers, has_hooks
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import tensors
 from pippy.ir.run.stage_backward import stage_backward

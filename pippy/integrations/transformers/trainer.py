@@ -28,8 +28,7 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pippy.drivers.base.errors import ClusterError, DriverError
-from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.cluster import Cluster, current_cluster
 from pippy.drivers.engines.open_cluster import cluster as open_cluster
 from pippy.integrations.transformers.arguments import (
     PipelineArguments,

@@ -9,7 +9,7 @@ from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.division import Division, SlicedTensor, for_each_slice
 from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.batch.slices import count_next_labels, joined_slices
-from pippy.drivers.plan.language.shares import shares
+from pippy.drivers.plan.language.edges import shares
 from pippy.errors import MicrobatchError
 
 

@@ -11,8 +11,7 @@ from pippy import PipelineDriver, PipelineDriver1F1B, pipeline
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.plan import Costs
 from pippy.drivers.plan.choice import search
-from pippy.drivers.plan.choice.byte_sizes import byte_count, limits_of
-from pippy.drivers.plan.choice.limits import MemoryLimit
+from pippy.drivers.plan.choice.problem import MemoryLimit, byte_count, limits_of
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ArgumentError
 from tests.drivers.models import Chain

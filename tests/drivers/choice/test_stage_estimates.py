@@ -7,7 +7,7 @@ from torch import nn
 from pippy import pipeline
 from pippy.balance.balancer import Balancer
 from pippy.drivers.batch.divide_call import divide_call
-from pippy.drivers.choice.stage_estimates import BEGIN, call_to_fit
+from pippy.drivers.choice.given_limits import BEGIN, call_to_fit
 from pippy.ir.pipe import Pipe, compiled_of
 
 LOSS = nn.MSELoss()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as users_checkpoint
 
 from pippy import MultiUseParameterConfig, PipelineDriver, pipe_split, pipeline
 from pippy.drivers.plan.language.instructions import ReceiveGradients, SendGradients
-from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.measure.recorder import Recorder
 
 STAGES = 4

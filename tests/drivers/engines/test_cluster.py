@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
-from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.processes import (

@@ -12,9 +12,8 @@ from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_clust
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.messages.message_connection import MessageConnection, WorkerMessageConnection
-from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
+from pippy.drivers.wire.messages.worker_messages import MessageConnection, MessageQueue, WorkerMessageConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.models import Chain
 from tests.drivers.processes import few_descriptors, links, open_descriptors

@@ -8,7 +8,7 @@ import pytest
 from exps.peers.hosts import NoHosts, hosts, ip
 from pippy.drivers.engines.torchrun import interfaces
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, addresses, link_named, link_of_rank, link_to
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.engines.torchrun.ranks import RankInfo
 
 LOOPBACK = NetworkInterface("lo", "127.0.0.1")
 

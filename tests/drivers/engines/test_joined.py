@@ -15,9 +15,8 @@ from pippy import cluster, local_cluster
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings
 from pippy.drivers.engines.joined import joined_engine
-from pippy.drivers.engines.joined.join_address import listening_place, own_address
-from pippy.drivers.engines.joined.joined_cluster import joined_cluster
-from pippy.drivers.engines.joined.secret_file import made_secret_file, secret_in
+from pippy.drivers.engines.joined.address import listening_place, made_secret_file, own_address, secret_in
+from pippy.drivers.engines.joined.joined_engine import joined_cluster
 from pippy.drivers.protocol.commands import ComeIn
 from pippy.drivers.wire.messages.doors import Door, Invitation
 from pippy.ir.base.errors import PippyWarning

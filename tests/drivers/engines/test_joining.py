@@ -10,8 +10,7 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.torchrun.interfaces import link_named
 from pippy.drivers.engines.torchrun.meeting import Meeting
-from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.engines.torchrun.ranks import RankBoard, RankInfo
 from pippy.drivers.engines.torchrun.torchrun import _join
 from tests.drivers.processes import watched, within
 

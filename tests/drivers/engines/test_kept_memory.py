@@ -5,7 +5,7 @@ import resource
 
 import torch
 
-from pippy.drivers.engines.kept_memory import keep_freed_memory
+from pippy.drivers.base.process import keep_freed_memory
 
 SIZE = 1 << 25
 

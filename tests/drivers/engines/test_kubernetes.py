@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from pippy.cli.run import worker as worker_command
-from pippy.drivers.engines.joined.join_address import listening_place, split_address
-from pippy.drivers.engines.joined.secret_file import secret_in
+from pippy.drivers.engines.joined.address import listening_place, secret_in, split_address
 
 PAGE = (Path(__file__).parents[3] / "docs/joining.md").read_text()
 RECIPE = PAGE[PAGE.index("### Kubernetes") : PAGE.index("### SkyPilot")]

@@ -12,19 +12,18 @@ import torch
 from torch.distributed import HashStore
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.torchrun import meeting, rank_terms
+from pippy.drivers.engines.torchrun import meeting, ranks
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
-from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
+from pippy.drivers.engines.torchrun.ranks import RankInfo
+from pippy.drivers.engines.torchrun.torchrun import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.messages.controller_messages import ControllerMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections, ControllerMessages
 from pippy.drivers.wire.messages.handed_sockets import close_all, two_pairs
-from pippy.drivers.wire.messages.message_queue import DeliveryFailure
+from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import pickle_message
 from tests.drivers.processes import few_descriptors
 
@@ -102,7 +101,7 @@ def test_a_rank_that_cannot_join_is_named_by_all(meet):
 )
 def test_ranks_that_differ_are_named_by_all(meet, monkeypatch, name, remedy):
     """Rank 2 has another version, or was called with other arguments."""
-    known = rank_terms.terms_of_rank
+    known = ranks.terms_of_rank
     monkeypatch.setattr(
         meeting, "terms_of_rank", lambda given: known(given) | ({name: "2.12.0"} if meet.own.rank == 2 else {})
     )
@@ -114,7 +113,7 @@ def test_ranks_that_differ_are_named_by_all(meet, monkeypatch, name, remedy):
 def test_a_module_that_differs_on_one_host_is_named_by_all(meet, monkeypatch):
     """Those that only one rank has imported are not compared: they say nothing of the others."""
     files = [{"model.py": "a", "train.py": "b"}, {"model.py": "a", "train.py": "b", "log.py": "c"}]
-    monkeypatch.setattr(rank_terms, "script_files", lambda: files[meet.own.rank % 2])
+    monkeypatch.setattr(ranks, "script_files", lambda: files[meet.own.rank % 2])
     assert all(isinstance(each, meeting.Meeting) for each in meet("ab"))
     files[1]["model.py"] = "other"
     for each in meet("cd")[2:]:

@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import HashStore
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.torchrun import neighbours
-from pippy.drivers.engines.torchrun.neighbours import meet_neighbours
-from pippy.drivers.engines.torchrun.rank_board import RankBoard
+from pippy.drivers.engines.torchrun import meeting
+from pippy.drivers.engines.torchrun.meeting import meet_neighbours
+from pippy.drivers.engines.torchrun.ranks import RankBoard
 from pippy.drivers.wire.messages import doors, handed_sockets
 from pippy.drivers.wire.messages.handed_sockets import close_all, this_host
 from tests.drivers.processes import listening, open_descriptors, within
@@ -95,7 +95,7 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
 def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monkeypatch, where, what, how, words):
     """One of three cannot: it is by the thread that it is told from the others."""
     inner, calls = getattr(where, what), threading.local()
-    coming, take = neighbours._come_in, neighbours._take
+    coming, take = meeting._come_in, meeting._take
     broken = []
 
     def fail(*arguments):
@@ -115,8 +115,8 @@ def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monke
         calls.takes = rank
         return take(came, within, rank, end)
 
-    monkeypatch.setattr(neighbours, "_come_in", come_in)
-    monkeypatch.setattr(neighbours, "_take", takes)
+    monkeypatch.setattr(meeting, "_come_in", come_in)
+    monkeypatch.setattr(meeting, "_take", takes)
     monkeypatch.setattr(where, what, fail)
     files = open_descriptors()
     met = closed(meet(["a"] * 3))

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import HashStore
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.engines.torchrun.reach import check_reach, out_of_reach
+from pippy.drivers.engines.torchrun.meeting import check_reach, out_of_reach
+from pippy.drivers.engines.torchrun.ranks import RankBoard
 from pippy.drivers.wire.messages.doors import Door, Invitation
 from tests.drivers.processes import within
 
@@ -45,7 +45,7 @@ def test_one_host_that_the_others_do_not_reach(monkeypatch):
     def closed(guest, invitations, seconds):
         return {rank: "no answer" for rank, each in invitations.items() if each.address == "127.0.0.2"}
 
-    monkeypatch.setattr("pippy.drivers.engines.torchrun.reach.out_of_reach", closed)
+    monkeypatch.setattr("pippy.drivers.engines.torchrun.meeting.out_of_reach", closed)
     for text in checked("abc", ["127.0.0.1", "127.0.0.2", "127.0.0.3"]):
         wrong = [line for line in text.splitlines() if line.startswith("  ")]
         assert wrong == [

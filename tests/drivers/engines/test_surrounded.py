@@ -11,9 +11,8 @@ import pytest
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.local import fork_server
-from pippy.drivers.engines.local.launch_reports import Died
-from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.engines.local.local_engine import _directory
+from pippy.drivers.engines.local.fork_server import Died
+from pippy.drivers.engines.local.local_cluster import _directory, local_cluster
 from tests.drivers.processes import hearing_of_deaths
 
 STAND_IN = "tests.drivers.scripted_worker:Worker"

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
 from tests.drivers.keyed_run import numbers_of_training

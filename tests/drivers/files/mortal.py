@@ -9,10 +9,10 @@ import shutil
 import threading
 from contextlib import contextmanager
 
-from pippy.drivers.files import contents, run_folder, safetensors_files, synced_files
+from pippy.drivers.files import contents, safetensors_files, synced_files
 from pippy.drivers.model.state import saving
 
-MODULES = [saving, contents, run_folder, safetensors_files, synced_files]
+MODULES = [saving, contents, safetensors_files, synced_files]
 
 
 class Killed(BaseException):

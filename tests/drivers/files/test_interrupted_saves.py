@@ -12,7 +12,7 @@ from torch import nn
 
 from pippy import Pipe, PipelineDriver1F1B, load_checkpoint
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.drivers.files.contents import checkpoints_in
 from tests.drivers.files.mortal import Killed, MortalOs, mortal
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -13,8 +13,8 @@ import torch
 from exps.manifests import OLDER, OTHER, REFUSED, SAME, as_version_1, flipped, same, saved_run
 from pippy import PippyWarning, load_checkpoint
 from pippy.drivers.files import synced_files
+from pippy.drivers.files.contents import checkpoints_in
 from pippy.drivers.files.manifest import read_manifest
-from pippy.drivers.files.run_folder import checkpoints_in
 from pippy.errors import CheckpointError
 from tests.drivers.files.manifests import content_of, rewrite, text_of
 from tests.drivers.model.state.saved_runs import assert_equal, many

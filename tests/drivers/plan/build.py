@@ -1,7 +1,6 @@
 """Programs in one line, for tests: workers are separated by bars, instructions by commas."""
 
-from pippy.drivers.plan.language.checkpoints import Checkpoints
-from pippy.drivers.plan.language.edges import Edge, Replicated, scan_edge
+from pippy.drivers.plan.language.edges import Checkpoints, Edge, Replicated, scan_edge
 from pippy.drivers.plan.language.instructions import parse_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from pippy.drivers.placement.buckets import passing_on
+from pippy.drivers.placement.placed_pipe import passing_on
 from pippy.drivers.plan import add_communication, make_schedule, validate
 from pippy.drivers.plan.language.errors import ProgramError
-from pippy.drivers.plan.language.exchange_program import ExchangeProgram
+from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.instructions import (
     ReceiveParameters,
     ReceiveState,
@@ -15,7 +15,7 @@ from pippy.drivers.plan.language.instructions import (
     SendState,
     parse_instruction,
 )
-from pippy.drivers.plan.passes.exchange import exchange
+from pippy.drivers.plan.passes.communicate import exchange
 from pippy.drivers.plan.proofs.validate import validate_exchange
 from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.plan import make_schedule, simulate
-from pippy.drivers.plan.drawings.text import render_text
+from pippy.drivers.plan.drawings import render_text
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.orders.registry import REGISTRY
 

@@ -26,7 +26,7 @@ from pippy.drivers.plan.language.instructions import (
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.plan.passes.recompute import Checkpoint
+from pippy.drivers.plan.passes.rewrites import Checkpoint
 from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
 from tests.drivers.plan.symbolic import outcome
 

@@ -18,7 +18,7 @@ from pippy.drivers.plan import (
     simulate_with,
     validate,
 )
-from pippy.drivers.plan.language.checkpoints import Checkpoints
+from pippy.drivers.plan.language.edges import Checkpoints
 from pippy.drivers.plan.language.errors import ArgumentError, ParseError, ProgramError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.orders.schedule import B, F, I, R, W

@@ -10,7 +10,7 @@ from pippy.drivers.plan.language.edges import Replicated
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.plan.proofs.circular_waits import circles
+from pippy.drivers.plan.proofs.waits import circles
 from tests.drivers.plan.build import build, edges
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from pippy.drivers.plan.drawings.colours import DARK_GROUND, GROUND, NAMED
+from pippy.drivers.plan.drawings import DARK_GROUND, GROUND, NAMED
 from pippy.drivers.plan.language.instructions import KINDS
 from pippy.drivers.report.activity import Cause
 from pippy.drivers.report.drawings import DARK_FILLS, FILLS, dark_colours

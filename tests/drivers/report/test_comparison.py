@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.report.losses import step_parts
+from pippy.drivers.report.findings import step_parts
 from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent

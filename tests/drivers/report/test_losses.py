@@ -11,7 +11,7 @@ from pippy.drivers.plan import add_communication, make_schedule, simulate
 from pippy.drivers.plan.language.edges import Replicated
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
 from pippy.drivers.report.activity import Activity, Cause
-from pippy.drivers.report.losses import StepPart, critical_path, losses, step_parts
+from pippy.drivers.report.findings import StepPart, critical_path, losses, step_parts
 from tests.drivers.report.test_record import programs, randoms, times
 from tests.drivers.synthetic_steps import slow_stage, stepped
 

@@ -4,7 +4,7 @@ import pytest
 
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.instructions import Compute
-from pippy.drivers.plan.passes.halves import in_halves
+from pippy.drivers.plan.passes.rewrites import in_halves
 from pippy.drivers.report.step_data import measured_costs
 from tests.drivers.synthetic_steps import stepped
 

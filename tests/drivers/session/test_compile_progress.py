@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
-from pippy.drivers.session.compile_progress import CompileProgress
-from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
+from pippy.drivers.session.told import CompileProgress
+from pippy.drivers.worker.compiled.pieces import PieceCompiler
 from tests.drivers.models import Chain
 from tests.drivers.worker.test_inductor import layers, trained
 

@@ -11,8 +11,7 @@ import torch
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.protocol.programs import Unload
 from pippy.drivers.protocol.state import ReduceGradients, WorkerHooks
-from pippy.drivers.session.driver_commands import DriverCommands, GradientState
-from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.session.driver_commands import DriverCommands, GradientState, NonFiniteGradients
 from pippy.ir.base.surroundings import Surroundings
 
 REDUCED, UNREDUCED, TO_DROP = GradientState.REDUCED, GradientState.UNREDUCED, GradientState.TO_DROP

@@ -10,7 +10,7 @@ import torch
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.session.calls import Address, PendingCall
 from pippy.drivers.session.session import Session
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.pickling import pickle_message
 from tests.drivers.interrupted_everywhere import lost, places
 

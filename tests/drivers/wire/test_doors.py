@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from pippy.drivers.engines.torchrun import far_peers, neighbours, reach
-from pippy.drivers.engines.torchrun.rank_board import RankBoard
+from pippy.drivers.engines.torchrun import meeting, torchrun_worker
+from pippy.drivers.engines.torchrun.ranks import RankBoard
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from tests.drivers.processes import listening, open_descriptors, within
@@ -27,7 +27,7 @@ GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 def for_values(monkeypatch):
     """A worker's door for another one of another host."""
     taken = queue.SimpleQueue()
-    peers = far_peers.FarPeers(0, str, [GUEST], "127.0.0.1", 20.0, lambda peer, end: taken.put((peer, end)))
+    peers = torchrun_worker.FarPeers(0, str, [GUEST], "127.0.0.1", 20.0, lambda peer, end: taken.put((peer, end)))
     yield peers.invite(GUEST)
     guest, end = taken.get(timeout=10)
     end.close()
@@ -48,7 +48,7 @@ def written(what, run):
 @contextmanager
 def for_neighbours(monkeypatch):
     """The door of the first rank of a host for the others."""
-    with written("door of", lambda board: neighbours._welcome(board, [GUEST])) as (board, invitation, running):
+    with written("door of", lambda board: meeting._welcome(board, [GUEST])) as (board, invitation, running):
         yield invitation
         board.write("has come in", "it gave up")
         assert running.result() == {}
@@ -59,7 +59,7 @@ def for_hosts(monkeypatch):
     """The door of a host that tries whether another one reaches it."""
     names = ["a", "b"]
     given = names, names, "127.0.0.1"
-    with written("door for hosts", lambda board: reach.check_reach(board, *given)) as (board, invitation, running):
+    with written("door for hosts", lambda board: meeting.check_reach(board, *given)) as (board, invitation, running):
         board.write("door for hosts", "")
         yield invitation
         board.write("out of reach", [])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire import packet, pickling
-from pippy.drivers.wire.known_layouts import LAYOUTS
+from pippy.drivers.wire.packet import LAYOUTS
 from pippy.drivers.wire.ring import MINIMUM, Ring
 from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.base.errors import PeerLost
-from pippy.drivers.wire.known_layouts import LAYOUTS
 from pippy.drivers.wire.messages.doors import Door, come_in
-from pippy.drivers.wire.messages.silent_connections import break_when_silent
+from pippy.drivers.wire.messages.sockets import break_when_silent
+from pippy.drivers.wire.packet import LAYOUTS
 from pippy.drivers.wire.received_values import ReceivedValues
 from pippy.drivers.wire.tcp_connection import TcpConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.wire.pickling import pickle_by_value, pickle_message, unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.wire.transport import SentCount
-from pippy.drivers.wire.worker_transport import WorkerTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport, in_process
 from pippy.ir.base.trees import form_and_parts, nbytes
 from tests.drivers.simulated_device import SimulatedDevice
 

@@ -11,7 +11,7 @@ from pippy import PipelineDriver, pipe_split, pipeline
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Receive
-from pippy.drivers.worker import bind, handlers
+from pippy.drivers.worker import executor, handlers
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -70,4 +70,4 @@ def test_only_what_was_received_and_is_taken_once_is_a_calls_own():
     work[Pass("B", 1)] = (Work("B", 1, "submod_1", 0, (("gradient",),), ("other",)),)
     order = [Receive(name, 0, 0) for name in ("once", "twice", "again", "gradient")]
     program = SimpleNamespace(work=work, order=order)
-    assert bind._received_for_one_call(program) == {"once"}
+    assert executor._received_for_one_call(program) == {"once"}

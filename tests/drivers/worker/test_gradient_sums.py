@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers.placement import buckets as buckets_module
-from pippy.drivers.placement.buckets import gradient_buckets
+from pippy.drivers.placement import placed_pipe as buckets_module
+from pippy.drivers.placement.placed_pipe import gradient_buckets
 from pippy.drivers.protocol.state import ReplicatedParameter, TensorLocation
-from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.ir.run.stage_backward import add_gradients
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
-from pippy.drivers.worker.compiled import inductor
-from pippy.drivers.worker.compiled.backend import CalledBackend
-from pippy.drivers.worker.compiled.inductor import Inductor
-from pippy.drivers.worker.compiled.piece_compiler import PieceCompiler
+from pippy.drivers.worker.compiled import pieces
+from pippy.drivers.worker.compiled.pieces import CalledBackend, Inductor, PieceCompiler
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.halves import adding_up
 from pippy.ir.run.stage_backward import stage_backward
@@ -169,8 +167,8 @@ def test_pieces_that_another_worker_compiles_come_last(compiler, tmp_path, monke
     """So two workers with equal stages compile each one half of the pieces."""
     stage = layers()
     trained(stage, compiler, halves=True)
-    pieces = [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
-    asked, locked = [], inductor._locked
+    saved = [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
+    asked, locked = [], pieces._locked
 
     @contextlib.contextmanager
     def busy(path, wait):
@@ -178,17 +176,17 @@ def test_pieces_that_another_worker_compiles_come_last(compiler, tmp_path, monke
         with locked(path, wait) as free:
             yield free and (wait or path.stem != asked[0][0])
 
-    monkeypatch.setattr(inductor, "_locked", busy)
+    monkeypatch.setattr(pieces, "_locked", busy)
     other = PieceCompiler(Inductor(folder=tmp_path))
     trained(layers(), other, halves=True)
-    assert counts(other) == (0, 3) and len(pieces) == 3
+    assert counts(other) == (0, 3) and len(saved) == 3
     assert [wait for _, wait in asked] == [False, False, False, True] and asked[0][0] == asked[3][0]
 
 
 def test_a_lock_that_another_has_is_not_waited_for(tmp_path):
     with (
-        inductor._locked(tmp_path / "lock", wait=True) as mine,
-        inductor._locked(tmp_path / "lock", wait=False) as other,
+        pieces._locked(tmp_path / "lock", wait=True) as mine,
+        pieces._locked(tmp_path / "lock", wait=False) as other,
     ):
         assert mine and not other
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.edges import produced_by
 from pippy.drivers.plan.language.instructions import Add, Compute, Free, Op, Receive, Send
-from pippy.drivers.worker.queues import ComputationQueues
+from pippy.drivers.worker.out_of_order import ComputationQueues
 from tests.drivers.plan.graphs import with_random_graph
 from tests.drivers.plan.test_properties import programs
 

@@ -9,8 +9,8 @@ from pippy.drivers.driver.steps import results
 from pippy.drivers.plan.language.instructions import Receive, Send
 from pippy.drivers.protocol.state import RestoreState, WorkerState
 from pippy.drivers.worker import handlers
-from pippy.drivers.worker.bind import BINDERS
 from pippy.drivers.worker.driver_state import DriverState
+from pippy.drivers.worker.executor import BINDERS
 from pippy.drivers.worker.gradients import gradients
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer

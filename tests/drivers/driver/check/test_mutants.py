@@ -8,7 +8,7 @@ from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.driver.check import first_step
 from pippy.drivers.driver.check.comparisons import Comparisons
-from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.gradients.buffers import StepBuffers
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from pippy import MultiUseParameterConfig, Pipe, pipeline
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
-from pippy.drivers.model.optimizers.optimizer_check import check_separable
+from pippy.drivers.model.optimizers.checks import check_separable
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -9,7 +9,7 @@ import torch
 
 from pippy import local_cluster
 from pippy.drivers.base.errors import ClusterError, DriverError, WorkerLostError
-from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.recovery.recovery import replace_lost_workers
 from pippy.drivers.plan import make_schedule
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.model.recovery.runs import Run, interrupted_in, model, opened, undisturbed

@@ -8,7 +8,7 @@ import pytest
 
 from pippy import local_cluster
 from pippy.drivers.base.errors import WorkerLostError
-from pippy.drivers.model.recovery.replace_workers import NotReplaced
+from pippy.drivers.model.recovery.recovery import NotReplaced
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.test_descriptors import sockets
 from tests.drivers.model.recovery.runs import STAGES, Run, opened, undisturbed

@@ -13,7 +13,7 @@ from pippy import PipelineDriver, pipeline
 from pippy.drivers.base.errors import CheckpointError, DriverError, StepError, WorkerLostError
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.drivers.files.contents import checkpoints_in
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.model.recovery.runs import STAGES, Run, interrupted_in, opened, undisturbed
 from tests.drivers.processes import strike

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B, local_cluster
 from pippy.drivers.base.errors import ClusterError, DriverError, WorkerLostError
-from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.recovery.recovery import replace_lost_workers
 from pippy.drivers.protocol.state import OptimizerStep
 from pippy.drivers.session.command_log import PendingCommand
 from tests.drivers.engines.test_descriptors import sockets

@@ -19,7 +19,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.base.errors import WorkerLostError
-from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.recovery.recovery import replace_lost_workers
 from tests.drivers.model.recovery.runs import opened
 
 STEPS, AT = 4, 2

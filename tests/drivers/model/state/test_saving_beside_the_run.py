@@ -10,7 +10,7 @@ import pytest
 
 from pippy import load_checkpoint
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files import run_folder, synced_files
+from pippy.drivers.files import contents, synced_files
 from pippy.drivers.model.state import loading
 from tests.drivers.model.state.saved_runs import Training, assert_equal
 from tests.drivers.thread_cluster import thread_cluster
@@ -102,7 +102,7 @@ def test_ctrl_c_gives_a_save_up(threads, tmp_path, monkeypatch):
     gate.write = write
     with pytest.raises(KeyboardInterrupt):
         training.driver.save(tmp_path, **training.parts)
-    assert run_folder.checkpoints_in(tmp_path) == []
+    assert contents.checkpoints_in(tmp_path) == []
     training.train(range(1))
     training.driver.save(tmp_path, **training.parts)  # it is unlocked
     training.driver.load(tmp_path, **training.parts)
@@ -120,7 +120,7 @@ def test_a_folder_that_a_host_does_not_see_is_named(threads, tmp_path, monkeypat
             pass
 
     training = Training(threads)
-    monkeypatch.setattr(run_folder, "os", Elsewhere())
+    monkeypatch.setattr(contents, "os", Elsewhere())
     with pytest.raises(CheckpointError, match=r"worker \d .*(?s:.)*is not there on .*all hosts share"):
         training.driver.save(tmp_path)
     monkeypatch.undo()

@@ -6,12 +6,16 @@ from dataclasses import replace
 import pytest
 
 from pippy.drivers.plan import Costs, make_schedule
-from pippy.drivers.plan.choice.byte_sizes import byte_count, byte_text, limits_of
-from pippy.drivers.plan.choice.candidate import MicroBatch
-from pippy.drivers.plan.choice.limits import LiveLimit, MemoryLimit
-from pippy.drivers.plan.choice.problem import Problem
-from pippy.drivers.plan.choice.search import fits, search
-from pippy.drivers.plan.choice.unfit import unfit
+from pippy.drivers.plan.choice.problem import (
+    LiveLimit,
+    MemoryLimit,
+    MicroBatch,
+    Problem,
+    byte_count,
+    byte_text,
+    limits_of,
+)
+from pippy.drivers.plan.choice.search import fits, search, unfit
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
 from pippy.drivers.plan.language.errors import ArgumentError
 

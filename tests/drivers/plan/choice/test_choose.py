@@ -5,9 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, make_schedule, simulate_with, validate
-from pippy.drivers.plan.choice.candidate import TIE
-from pippy.drivers.plan.choice.limits import LiveLimit, MemoryLimit
-from pippy.drivers.plan.choice.problem import Problem
+from pippy.drivers.plan.choice.problem import TIE, LiveLimit, MemoryLimit, Problem
 from pippy.drivers.plan.choice.search import choose
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, peak_bytes
 from pippy.drivers.plan.language.edges import Edge, Pass

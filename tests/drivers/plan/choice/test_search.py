@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, add_recompute, make_schedule, simulate_with, validate
-from pippy.drivers.plan.choice import recomputed_stages
-from pippy.drivers.plan.choice.candidate import TIE, MicroBatch
-from pippy.drivers.plan.choice.limits import LiveLimit, MemoryLimit
-from pippy.drivers.plan.choice.problem import Problem
-from pippy.drivers.plan.choice.recomputed_stages import TriedModes, least_modes
-from pippy.drivers.plan.choice.search import search
+from pippy.drivers.plan.choice.problem import TIE, LiveLimit, MemoryLimit, MicroBatch, Problem
+from pippy.drivers.plan.choice.search import TriedModes, least_modes, search
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, peak_bytes
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.plan.passes.recompute import MODES
+from pippy.drivers.plan.passes.rewrites import MODES
 
 COST, KEPT = st.integers(1, 9), st.integers(0, 12)
 
@@ -179,7 +175,7 @@ def test_a_wrong_choice_of_stages_is_caught(monkeypatch, wrong):
         "the most": lambda fitting: [dict.fromkeys(fitting[0], "always")] if fitting else [],
         "no limit": lambda fitting: least_modes(fitting) or [{0: "never"}],
     }
-    monkeypatch.setattr(recomputed_stages, "least_modes", mutants[wrong])
+    monkeypatch.setattr("pippy.drivers.plan.choice.search.least_modes", mutants[wrong])
     with pytest.raises((AssertionError, ValueError, KeyError)):
         test_only_what_breaks_a_limit_is_computed_again()
         test_a_mode_that_is_given_stays()

@@ -8,7 +8,7 @@ import torch
 
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.worker_transport import in_process
 from pippy.ir.base.errors import StageError
 from tests.drivers.simulated_device import DeviceFailed, SimulatedDevice
 

@@ -17,8 +17,7 @@ from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.gpu import device_transport
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.wire.worker_transport import WorkerTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport, in_process
 from tests.drivers.simulated_device import SimulatedDevice
 
 

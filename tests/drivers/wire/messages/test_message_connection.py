@@ -7,10 +7,15 @@ import threading
 import pytest
 import torch
 
-from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.messages.message_connection import LIMIT, MessageConnection, WorkerMessageConnection
-from pippy.drivers.wire.messages.message_queue import DeliveryFailure, MessageQueue
-from pippy.drivers.wire.messages.urgent import UrgentConnection
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
+from pippy.drivers.wire.messages.worker_messages import (
+    LIMIT,
+    DeliveryFailure,
+    MessageConnection,
+    MessageQueue,
+    UrgentConnection,
+    WorkerMessageConnection,
+)
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.drivers.wire.worker_transport import WorkerTransport

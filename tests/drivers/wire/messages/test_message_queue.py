@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.worker_messages import MessageQueue
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from pippy.drivers.wire.messages.message_queue import DeliveryFailure, MessageQueue
-from pippy.drivers.wire.messages.own_messages import OwnMessages
+from pippy.drivers.wire.messages.controller_messages import OwnMessages
+from pippy.drivers.wire.messages.worker_messages import DeliveryFailure, MessageQueue
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value, pickle_message, unpickle
 
 

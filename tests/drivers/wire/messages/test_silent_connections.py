@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from exps.peers.hosts import NoHosts, hosts
-from pippy.drivers.wire.messages.silent_connections import break_silent_connections
+from pippy.drivers.wire.messages.sockets import break_silent_connections
 from tests.drivers.processes import open_descriptors, within
 
 ACCEPTS = """
@@ -36,7 +36,7 @@ for each in (idle, sending):
         print("broken", flush=True)
 print("broken" if select.select([other], [], [], 1)[0] else "stands", flush=True)
 """
-FILE = "pippy/drivers/wire/messages/silent_connections.py"
+FILE = "pippy/drivers/wire/messages/sockets.py"
 
 
 def test_a_cut_breaks_connections_that_wait_and_those_with_something_on_its_way():

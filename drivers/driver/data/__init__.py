@@ -1,1 +1,0 @@
-"""Data that is loaded where it is used: the loader of indices, and which workers have which datasets."""

@@ -1,1 +1,0 @@
-"""Timelines as text, pictures and traces."""

@@ -1,1 +1,0 @@
-"""The best order for given costs, found by trying."""
