@@ -330,23 +330,14 @@ class _Call:
     def sizes(self) -> list[Any]:
         """For each micro-batch all that a guard may ask of inputs, but for the numbers in tensors."""
         division = self.own
-        base = [_asked_of(leaf) for value in division.arguments.values() for leaf in divided_leaves(value)]
-        names = tuple(division.arguments)
-        pieces = [
-            leaf
-            for value in division.arguments.values()
-            for leaf in divided_leaves(value)
-            if isinstance(leaf, PerMicrobatch)
-        ]
-        return [
-            (
-                names,
-                tuple(base),
-                division.sizes and division.sizes[at],
-                tuple(tuple(map(_asked, leaves(each.values[at]))) for each in pieces),
-            )
-            for at in range(division.chunks)
-        ]
+        held = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
+        same = tuple(division.arguments), tuple(map(_asked_of, held))
+        pieces = [leaf for leaf in held if isinstance(leaf, PerMicrobatch)]
+
+        def of_microbatch(at: int) -> tuple[Any, ...]:
+            return tuple(tuple(map(_asked, leaves(each.values[at]))) for each in pieces)
+
+        return [(same, division.sizes and division.sizes[at], of_microbatch(at)) for at in range(division.chunks)]
 
     def example(self, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one micro-batch, as the model takes them, with the target."""
