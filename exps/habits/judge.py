@@ -124,9 +124,10 @@ def judge_refusal(
 
 
 def raw_error(error: PippyError) -> str:
-    """What a worker met in the user's code; "" if that is a refusal of pippy's, as a guard's is."""
+    """What a worker met in the user's code; "" if that is a refusal of pippy's, as a guard's is, or
+    if the error says what to do."""
     found = re.search(r"StageError: \w+ of \w+ failed: (\w+): .*", str(error))
-    refused = found is None or (found[1] != "StageError" and hasattr(errors, found[1]))
+    refused = found is None or "What to do:" in str(error) or (found[1] != "StageError" and hasattr(errors, found[1]))
     return "" if found is None or refused else found[0]
 
 

@@ -225,10 +225,14 @@ def in_words_of_trainers() -> Iterator[None]:
     except PippyError as error:
         text = str(error)
         if _HERE not in "".join([text, *getattr(error, "__notes__", ())]) and (advice := advice_on(text)):
-            if "is_leaf_module" in text and error.args == (text,):  # the advice there cannot be followed
+            if _is_of_tracing(text) and error.args == (text,):  # the advice there cannot be followed
                 error.args = (text.partition("What to do: ")[0].rstrip(),)
             error.add_note(advice)
         raise
+
+
+def _is_of_tracing(text: str) -> bool:
+    return "is_leaf_module" in text or "which is called as a whole" in text
 
 
 def advice_on(text: str) -> str:
@@ -237,7 +241,7 @@ def advice_on(text: str) -> str:
     >>> print(advice_on("the model mixes rows. Run one micro-batch, chunks=1, or give the driver check=False"))
     In a PipelineTrainer: chunks= is given by pipeline=PipelineArguments(chunks=...); check= by driver_options={"check": ...}
     """
-    if "is_leaf_module" in text:
+    if _is_of_tracing(text):
         return _HERE + _TRACED
     named = dict.fromkeys(re.findall(r"\b(\w+)=(?!=)", text))
     said = [f"{name}= is given by pipeline=PipelineArguments({name}=...)" for name in named if name in _FIELDS]

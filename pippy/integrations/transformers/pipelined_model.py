@@ -23,7 +23,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.integrations.transformers.arguments import PipelineArguments, logger
-from pippy.ir.base.errors import LossError, TracingError
+from pippy.ir.base.errors import BalanceError, LossError, TracingError
 from pippy.ir.base.trees import describe
 from pippy.ir.loss.loss_function import LossWrapper
 from pippy.ir.pipe import Pipe
@@ -144,7 +144,7 @@ class PipelinedModel:
         try:
             with torch.enable_grad():
                 return pipeline(self.loss, num_stages=self.stages, split=split, example_kwargs=example)
-        except TracingError as error:
+        except (TracingError, BalanceError) as error:
             refused = error
         with torch.no_grad(), untouched_random_state():
             self.loss(**example)

@@ -16,6 +16,7 @@ from pippy import PipelineDriver, PipelineDriver1F1B, cluster, errors, pipe_spli
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.steps import GraphStep, Step
+from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
 
 SCHEDULES = ("1f1b", "fill_drain", "zb_h1", "interleaved_1f1b")
@@ -342,6 +343,7 @@ def test_a_step_that_runs_again_draws_what_it_would_have_drawn(threads):
 
 
 def test_recovery_sends_it_again(tmp_path):
+    close_open_cluster()
     with cluster(2, threads=1) as workers:
         model, driver = made(workers)
         right = plain(model, batch(5))
