@@ -36,9 +36,9 @@ pythons: $(READY) ## run the short suite on the other Pythons of this machine, a
 bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python exps/compile_scale.py
 	@$(BIN)/python exps/schedule_scale.py
-	@$(BIN)/python -m exps.versus_torch --size tiny --rounds 15
-	@$(BIN)/python -m exps.versus_torch --size small --rounds 10
-	@$(BIN)/python -m exps.versus_torch --size medium --rounds 5 --only bound "torch 1F1B" "torch ZBV" "pippy 1f1b" "pippy zb_h1"
+	@$(BIN)/python -m exps.versus_torch --size tiny --rounds 30
+	@$(BIN)/python -m exps.versus_torch --size small --rounds 30
+	@$(BIN)/python -m exps.versus_torch --size medium --rounds 12 --only bound "torch 1F1B" "torch ZBV" "pippy 1f1b" "pippy zb_h1"
 	@$(BIN)/python -m exps.gpt2_step --rounds 5
 	@$(BIN)/python -m exps.control --chunks 8 128 --only "torch GPipe" "torch 1F1B" "pippy fill_drain" "pippy 1f1b"
 	@$(BIN)/python -m exps.controller

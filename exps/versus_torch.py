@@ -14,8 +14,9 @@ Finding:  two cores of a virtual machine, of torch 1F1B. small (40 rounds): pipp
           fill_drain 0.94; torch's best is 1F1B; the bound 0.63. Compiled: pippy 1f1b 0.76 (0.74–0.82), zb_v 0.77, torch's 1F1B
           0.84 (0.81–0.91); as graphs zb_h1 0.88 (0.85–0.95). tiny (40 rounds): pippy fill_drain 0.63 (0.60–0.69), 1f1b 0.68
           (0.64–0.74), with 326 and 391 µs of overhead a micro-batch where torch 1F1B has 868; compiled, pippy 0.48 (0.45–0.52),
-          torch 0.64 (0.60–0.70); the bound 0.41. medium (6 rounds, too few): pippy zb_v
-          0.89 (0.84–0.98), 1f1b 0.93 (0.88–1.07), torch's best, DualPipeV, 0.91.
+          torch 0.64 (0.60–0.70); the bound 0.41. medium (14 rounds): pippy zb_v 0.89 (0.86–0.91), 1f1b 0.96 (0.94–0.98),
+          torch's best, DualPipeV, 0.94 (0.91–0.96); compiled, pippy zb_v 0.86 (0.83–0.88), 1f1b 0.93 (0.91–0.95), torch's 1F1B
+          1.07 (1.04–1.09).
           While other work ran, intervals were twice as wide, and another processor had 1f1b on small at 0.986 (0.943–1.032, 60
           rounds). Fewer than 30 rounds on small and tiny, and 12 on medium, decide nothing. exps/step_and_bound.py says what
           lies between a step and the bound.
