@@ -45,6 +45,15 @@ def own(tmp_path, threads, kind=PipelineTrainer, model=gpt2, options=STEPS, pipe
     return kind(model(), arguments(tmp_path, **options), cluster=threads, **how)
 
 
+@pytest.fixture(autouse=True)
+def as_a_newcomer_has_it():
+    """The level of transformers' log, which models of other tests have raised."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()
+    yield
+    logging.set_verbosity(before)
+
+
 def told(error):
     """What Python prints of an error, in a line: the message, and the notes below it."""
     return " ".join("".join(traceback.format_exception_only(error)).split())
