@@ -34,9 +34,7 @@ def divide_call(
     ((3, 2), torch.Size([2, 2]), torch.Size([3, 2]))
     """
     division = divide_unguarded(compiled, chunks, args, kwargs, chunk_spec, batch_dims, mask)
-    fault = failed_guard(compiled, division)
-    if fault is not None:
-        raise fault
+    check_guards_of(compiled, division)
     return division
 
 

@@ -572,12 +572,12 @@ class PipelineDriverBase(ModelOnWorkers):
         program, trains = self.program(chunks), self.trains
         halves, compile = has_halves(program), self.steps.placed.compile
 
-        def count(pipe: Pipe, division: Division) -> tuple[Division, PipeBytes]:
-            return division, count_pipe(pipe, division, self.steps.device, trains, states, halves, compile)
+        def count(pipe: Pipe, division: Division) -> PipeBytes:
+            return count_pipe(pipe, division, self.steps.device, trains, states, halves, compile)
 
-        graph, chunks, (division, sizes) = self.steps.counted(chunks, args, kwargs, count)
+        graph, division, sizes = self.steps.counted(chunks, args, kwargs, count)
         if graph.number:
-            program = graph.programs.made(chunks, trains)
+            program = graph.programs.made(division.row_chunks, trains)
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         checks = trains and self.steps.first_step is not None
         check = partial(self.steps.trial_bytes(graph).of_first_step, division, states) if checks else None

@@ -56,7 +56,7 @@ _NOT_WITH_SLICES = {
 
 
 CountOf = Callable[[Pipe, Division], Any]
-GraphCount = tuple[StepGraph, int, Any]  # the graph, the number of micro-batches, and what was counted
+GraphCount = tuple[StepGraph, Division, Any]  # the graph, the micro-batches, and what was counted of them
 
 
 @dataclass
@@ -165,8 +165,6 @@ class StepRunner:
     def _placed_alike(self, other: OtherGraph, number: int, given: frozenset[str], why: str) -> StepGraph:
         """Another graph, with its stages on the same workers."""
         first, placed = self.graphs.all[0], self.placed
-        if self._sliced is not None:
-            raise DriverError("a driver with slices= has one graph")
         replicas = placed.replicas
         own = PlacedPipe(compiled_of(other.pipe), replicas[0], placed.compile, replicas[1:], number)
         own.buckets = placed.buckets
@@ -256,8 +254,9 @@ class StepRunner:
         while True:
             plan = self.planned(chunks, args, kwargs)
             part = max(plan.parts, key=lambda each: (plan.division.sizes or (0,) * each.end)[each.first])
+            division = plan.inputs(part)
             try:
-                return part.graph, part.end - part.first, count(part.graph.pipe, plan.inputs(part))
+                return part.graph, division, count(part.graph.pipe, division)
             except PippyError as error:
                 if not plan.unsure or not fails_guard(error):
                     raise

@@ -294,8 +294,6 @@ class DriverState:
         context.adding = None if step.then else adding  # the last part adds up
         if step.inputs.mask:
             context.own_rows = step.inputs.own_rows
-        if step.scale is not None:
-            context.weights = [weight * step.scale for weight in step.weights]
         outputs = OutputProbe(executor.program.order, step.inputs) if step.probe_outputs else None
         seen = SeenCalls(executor.program.order, given_gradients) if step.see else None
         watch = Watch(step.inputs) if step.watch else None
@@ -342,8 +340,6 @@ class DriverState:
             self.running = executor = self.programs[part.program]
             context = self._context(step, number, part)
             context.adding, context.earlier = adding if part is step.then[-1] else None, earlier
-            if step.scale is not None:
-                context.weights = [weight * step.scale for weight in part.weights]
             yield executor.run(context, [executor.recorder] if step.record else ())
             earlier += len(part.inputs.held)
 
@@ -353,7 +349,7 @@ class DriverState:
         return StepContext(
             number,
             {name: own.inputs.microbatches(name) for name in own.inputs.arguments},
-            own.weights,
+            own.weights if step.scale is None else [weight * step.scale for weight in own.weights],
             step.trains,
             self.transport,
             self.place,

@@ -47,15 +47,19 @@ def heard() -> Iterator[None]:
     if not callable(before):
         yield
         return
-    came: list[Any] = []
+    came, late = False, False
+    over = False
     hook = _Unraisable()
 
     def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal came, late
         _heard.note()
-        if _is_dropped(frame):
+        if over:  # the handler of before is put back first
+            late = True
+        elif _is_dropped(frame):
             _come_again()
         else:
-            came.append(number)
+            came = True
             before(number, frame)
 
     try:
@@ -63,11 +67,15 @@ def heard() -> Iterator[None]:
         sys.unraisablehook = hook
         yield
     finally:
+        over = True
+        owed = _heard.owed()
         signal.signal(signal.SIGINT, before)
         if sys.unraisablehook is hook:
             sys.unraisablehook = hook.before
+        if late or owed:
+            before(signal.SIGINT, None)
     if came:
-        before(came[0], None)
+        before(signal.SIGINT, None)
 
 
 def _is_dropped(frame: FrameType | None) -> bool:
@@ -133,12 +141,11 @@ def come_again() -> None:
 
 
 def _come_again() -> None:
-    _thread.start_new_thread(_interrupt_soon, ())
+    _thread.start_new_thread(_interrupt_soon, (_heard.owe(),))
 
 
-def _interrupt_soon() -> None:
+def _interrupt_soon(heard_before: int) -> None:
     time.sleep(_SOON)
-    heard_before = _heard.times
     while _heard.send_unless(heard_before):
         time.sleep(_UNHEARD)
 
@@ -147,17 +154,32 @@ class _Heard:
     """How often the handlers of this module were called.
 
     Python notes a signal, and calls the handler later. If the main thread begins to sleep in between, it does not wake up. So
-    the signal is sent again until the handler is called, and not after that, as it would be a second Ctrl-C.
+    the signal is sent again until the handler is called, and not after that, as it would be a second Ctrl-C. A busy machine
+    may send it late; a block that ends before that raises at the end what it is owed.
     """
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times, self._owes = 0, False
         self._turn = threading.RLock()  # the handler may interrupt itself
 
     def note(self) -> None:
         """Note that a handler was called."""
         with self._turn:
-            self.times += 1
+            self.times, self._owes = self.times + 1, False
+
+    def owe(self) -> int:
+        """Note that Ctrl-C was dropped, and is to come again. Returns how often it was heard until now."""
+        with self._turn:
+            self._owes = True
+            return self.times
+
+    def owed(self) -> bool:
+        """Whether Ctrl-C is to come again. It is not sent after that."""
+        with self._turn:
+            owes = self._owes
+            if owes:
+                self.note()
+            return owes
 
     def send_unless(self, times: int) -> bool:
         """Send Ctrl-C if no handler was called since ``times`` calls. Returns whether to try again."""
@@ -166,7 +188,8 @@ class _Heard:
             if self.times != times or main is None or not callable(handler):
                 return False
             signal.pthread_kill(main, signal.SIGINT)  # interrupt_main would not end what the main thread waits in
-            return getattr(handler, "__module__", None) == __name__
+            self._owes = getattr(handler, "__module__", None) == __name__
+            return self._owes
 
 
 _heard = _Heard()

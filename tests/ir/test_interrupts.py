@@ -117,6 +117,21 @@ def test_ctrl_c_that_other_code_drops_comes_at_the_end():
     assert done == ["dropped", "went on"]
 
 
+def test_ctrl_c_that_would_come_again_too_late_comes_at_the_end(monkeypatch):
+    """A busy machine may send it when the block is over, where an object's end drops it for good. It comes once."""
+    started, send = [], []
+    monkeypatch.setattr(interrupts._thread, "start_new_thread", lambda *args: started.append(args))
+    monkeypatch.setattr(signal, "pthread_kill", lambda *args: send.append(args))
+    with pytest.raises(KeyboardInterrupt), heard():
+        Ends()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ((function, arguments),) = started
+    function(*arguments)
+    assert not send
+    with heard():
+        pass  # nothing is owed
+
+
 class Interrupted(TorchDispatchMode):
     """Ctrl-C comes while a fake tensor is asked for its device."""
 

@@ -329,7 +329,7 @@ class _Call:
 
     def sizes(self) -> list[Any]:
         """For each micro-batch all that a guard may ask of inputs, but for the numbers in tensors."""
-        division = self.own
+        division = self.divisions.get(0) or self.own  # the first was made, if the Pipe's graph takes the call
         held = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
         same = tuple(division.arguments), tuple(map(_asked_of, held))
         pieces = [leaf for leaf in held if isinstance(leaf, PerMicrobatch)]
