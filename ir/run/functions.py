@@ -34,13 +34,15 @@ def check_tensor(value: Any) -> None:
         )
 
 
-def check_not_none(value: Any) -> None:
-    """Raise if a value is None. While tracing, `x is None` was False for it."""
+def check_not_none(value: Any, has_example: bool = False) -> None:
+    """Raise if a value is None. While tracing, `x is None` was False for it, also where an example was given."""
     if value is None:
         raise GuardError(
-            "forward asked whether a value is None. The answer was No when it was traced, but now the value is "
-            "None. Make another Pipe with this call for its example (example_args=); or let the code that computes the value "
-            "decide what to do without it, or keep the code whole with a tracer whose is_leaf_module returns True"
+            "forward asked whether a value is None. The answer was No when it was traced, but now the value is None. "
+            + "Make another Pipe with this call for its example (example_args=); or let" * (not has_example)
+            + "Let" * has_example
+            + " the code that computes the value decide what to do without it, or keep the code whole with a tracer whose "
+            "is_leaf_module returns True"
         )
 
 

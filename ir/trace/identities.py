@@ -142,7 +142,7 @@ class Identities:
         for node in list(self.recorded.graph.nodes):
             if node.name in (alone or names):
                 with self.recorded.graph.inserting_after(node):
-                    check = self.recorded.graph.call_function(check_not_none, (node,))
+                    check = self.recorded.graph.call_function(check_not_none, (node, self.call.is_example))
                 copy_notes(check, node)
                 ADDED.put(check, True)
 

@@ -202,5 +202,7 @@ def may_be_none(node: fx.Node, root: nn.Module) -> bool:
             return False
         if isinstance(container, fx.Node):
             return (container.op == "placeholder" and isinstance(index, str | int)) or may_be_none(container, root)
+    if node.target is torch.autograd.grad:
+        return bool(node.kwargs.get("allow_unused")) and not node.kwargs.get("materialize_grads")
     module_name = getattr(node.target, "__module__", None) or "builtins"
     return node.op == "call_function" and module_name.partition(".")[0] not in _KNOWN

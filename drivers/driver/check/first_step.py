@@ -47,7 +47,7 @@ from pippy.drivers.driver.check.report import (
     disagreement_of_workers,
     stages_with,
 )
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of, unlike
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.driver.steps.prepared_step import StepCall
@@ -190,6 +190,8 @@ class FirstStep:
                     whole = self._compared_whole(loaded, run, with_padding, bool(sets) and not needs_all)
             except Unlike as error:
                 reasons.append(str(error))
+        if whole is not None and sets:
+            self._compare_unlike(loaded, with_padding)
         if whole is None and (needs_all or not sets):
             raise MicrobatchError(
                 _NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into the limit of bytes")
@@ -268,6 +270,16 @@ class FirstStep:
         if self.comparisons.draws(sets[0]):
             return None
         raise MicrobatchError(disagreement_of_workers(self.trials.placed, whole.differences))
+
+    def _compare_unlike(self, division: Division, with_padding: bool) -> None:
+        """Compare all rows once more, with other numbers in those that are alike, if the model takes them."""
+        rows = unlike(WholeRows(division), self.compiled.target_name)
+        if rows is None:
+            return
+        with suppress(Unlike):
+            compared = self._compared(rows, self._loss_reduction)
+            if compared.right.is_finite and not compared.agrees:
+                self._remedy([compared], self._asked(compared), with_padding)
 
     def _whole(self, division: Division, run: RunWhole) -> WholeStep:
         """All rows, compared again if a buffer may change once in a step."""

@@ -99,6 +99,8 @@ def _rows_of(rows: TriedRows, is_cut: bool) -> str:
 
 def _edits_of(rows: TriedRows) -> str:
     """The text that says which numbers were put into the rows, as later batches may have them."""
+    if rows.edits and not any(edit.values for edit in rows.edits.values()):
+        return ", where rows with the same inputs have others, in the opposite order,"
     users = {name: user for user, name in rows.division.names.items()}
     said = [f"{users.get(place[0], place[0])!r} is {_listed(edit.values)}" for place, edit in rows.edits.items()]
     return f", in some of which {' and '.join(said)}," if said else ""

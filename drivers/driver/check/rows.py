@@ -319,6 +319,58 @@ def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[T
             yield rows.edited({place: Edit(each, partial(put, values=each)) for place, each in values.items()})
 
 
+def unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
+    """The rows, where those that are alike in all inputs, as rows of padding are, have other numbers. None if none are alike.
+
+    Rows that are alike tie: whatever forward chooses by a threshold, it chooses all of them or none. Inputs are turned, so
+    that other rows have the targets that count.
+
+    >>> from pippy.drivers.batch.divide import divide
+    >>> found = unlike(WholeRows(divide({"x": torch.tensor([[1, 2, 3], [0, 0, 0], [0, 0, 0]])}, chunks=2)), None)
+    >>> found.divided(1).take("x", 0)
+    tensor([[2, 3, 1],
+            [0, 0, 0],
+            [1, 2, 3]])
+    """
+    given = {
+        place: value.detach().reshape(len(value), -1)
+        for place, value in rows.tensors()
+        if place[0] != target and value.numel() and not value.is_complex()
+    }
+    firsts: dict[Any, int] = {}
+    kinds = zip(*map(_kinds_of_rows, given.values()))
+    alike = [row for row, kind in enumerate(kinds) if firsts.setdefault(kind, row) != row]
+    varied = {place: value for place, value in given.items() if _has_numbers(value)}
+    if not alike or not varied:
+        return None
+    puts = {}
+    for place, value in given.items():
+        donor = max(firsts.values(), key=lambda row: len(value[row].unique()))
+        puts[place] = Edit((), partial(_put_others, alike=alike if place in varied else (), donor=donor))
+    return rows.edited(puts)
+
+
+def _kinds_of_rows(value: torch.Tensor) -> list[int]:
+    """A number for each row: equal rows have the same."""
+    return torch.unique(value, dim=0, return_inverse=True)[1].tolist()  # type: ignore[no-any-return]
+
+
+def _has_numbers(value: torch.Tensor) -> bool:
+    """Whether a tensor holds more than the two numbers of a mask, which other numbers would not be."""
+    return value.dtype != torch.bool and len(value[:_LOOKED_AT].unique()) > 2
+
+
+def _put_others(tensor: torch.Tensor, alike: Sequence[int], donor: int) -> torch.Tensor:
+    """Put the numbers of one row into those that are alike: rolled and, if they need not be integers, smaller each time."""
+    numbers = tensor[donor].reshape(-1)
+    for at, row in enumerate(alike):
+        rolled = numbers.roll(-1 - at)
+        if tensor.is_floating_point():
+            rolled = rolled * (1 - (at + 1) / (2 * len(alike) + 2))
+        tensor[row] = rolled.reshape(tensor[row].shape)
+    return tensor.flip(0)
+
+
 def _values(
     place: InputTensor, tensor: torch.Tensor, questions: Sequence[Question], target: str | None
 ) -> Iterator[float]:

@@ -459,6 +459,31 @@ def test_what_a_call_gives_is_taken_for_not_none_and_checked(kind, line):
         assert "The answer was No when it was traced" in str(caught.value) and line in str(caught.value)
 
 
+class Differentiates(nn.Module):
+    def forward(self, x):
+        point, other = x.detach().requires_grad_(), torch.zeros_like(x).requires_grad_()
+        energy = point.tanh().square().sum()
+        force, nothing = torch.autograd.grad(energy, (point, other), create_graph=True, allow_unused=True)
+        return x + force if nothing is None else x + force + nothing
+
+
+class KeepsDifferentiates(PipeTracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, Differentiates) or super().is_leaf_module(module, name)
+
+
+@pytest.mark.parametrize("example", [{}, {"example_args": (torch.zeros(2, 4),)}], ids=["without", "with"])
+def test_a_gradient_that_there_is_not_is_taken_for_not_none_and_checked(example):
+    """The worker added None to a tensor: a TypeError that said nothing of it."""
+    model, x = nn.Sequential(nn.Linear(4, 4), Differentiates()), torch.randn(2, 4)
+    annotate_split_points(model, {"1": SplitPoint.BEGINNING})
+    with pytest.raises(StageError, match="The answer was No when it was traced") as caught:
+        pipeline(model, **example)(x)
+    assert ("example_args" in str(caught.value)) is not bool(example)
+    whole = pipeline(model, tracer=KeepsDifferentiates, **example)
+    torch.testing.assert_close(whole(x), model(x))
+
+
 class GivesAndDecides(Gives):
     def forward(self, x):
         y, mask = super().forward(x)

@@ -707,6 +707,26 @@ def test_rows_that_are_alike_do_not_hide_others(threads):
         PipelineDriver1F1B(pipe, threads).run(2, x, x)
 
 
+class SixLargest(Net):
+    def forward(self, x):
+        h = super().forward(x)
+        norms = h.flatten(1).norm(dim=1)
+        return h * (norms >= norms.sort(descending=True).values[:6].min()).view(-1, 1, 1)
+
+
+def test_rows_of_padding_that_tie_do_not_hide_a_choice_among_rows(threads):
+    """Six of seven rows were the largest, or all where three tied: the second mini-batch was silently wrong."""
+    x, target = torch.randn(7, 3, 4), torch.randint(4, (7, 3))
+    x[4:], target[4:] = 0, -100
+    model, loss_fn = Net(), lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())
+    with pytest.raises(
+        MicrobatchError, match=r"^All 7 rows, where rows with the same inputs have others, in the opposite"
+    ):
+        PipelineDriver1F1B(pipeline(SixLargest(), loss_fn), threads).run(2, x, target)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads)
+    assert_same(driver, 2, model, loss_fn, x, target)
+
+
 def weighted(o, t):
     return (F.cross_entropy(o, t, reduction="none") * t).sum() / t.sum()
 
