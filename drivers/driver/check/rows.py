@@ -352,7 +352,7 @@ def unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
 
 def _kinds_of_rows(value: torch.Tensor) -> list[int]:
     """A number for each row: equal rows have the same."""
-    return torch.unique(value, dim=0, return_inverse=True)[1].tolist()  # type: ignore[no-any-return]
+    return torch.unique(value, dim=0, return_inverse=True)[1].tolist()
 
 
 def _has_numbers(value: torch.Tensor) -> bool:
