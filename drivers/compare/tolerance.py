@@ -18,6 +18,7 @@ from pippy.ir.base.trees import is_sparse, map_tensors
 
 _TIMES = 30.0  # the noise
 _MOST = 1e-2  # of the size: what moves more by another order depends on the order
+_MOST_OF_64 = 1e-5  # the same, where all is computed in 64 bits
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex128: 1e-12, torch.complex64: 1e-5}
 _NARROW_FLOOR = 5e-2
 LEAST = (
@@ -48,6 +49,8 @@ class Tolerance:
     1e-05
     >>> Tolerance(size=1.0, noise=0.5, largest=1.0, floor=1e-5).allowed
     0.01
+    >>> Tolerance(size=1.0, noise=0.5, largest=1.0, floor=1e-6).allowed
+    1e-05
     """
 
     size: float
@@ -58,7 +61,8 @@ class Tolerance:
     @property
     def allowed(self) -> float:
         least = max(self.floor * self.size, self.floor / 10 * self.largest)
-        return max(least, min(_TIMES * self.noise, max(_MOST, self.floor) * self.size))
+        most = max(_MOST, self.floor) if self.floor > LEAST else _MOST_OF_64
+        return max(least, min(_TIMES * self.noise, most * self.size))
 
 
 # A digest of a tensor: small, and linear, so that tensors differ by about as much as their digests do.
