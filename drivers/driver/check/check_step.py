@@ -317,10 +317,19 @@ def witness_of(driver: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[]
     def numbers() -> Mapping[str, Any]:
         if is_fresh():
             return {}
-        names = first_names(driver.pipe).values()
+        names = [*first_names(driver.pipe).values(), *_buffers_of_loss(driver)]
         return driver.parameters.fetch(name for name in names if driver.placed.locations(name))
 
     return Witness(model, loss_of(driver.pipe), compiled, numbers)
+
+
+def _buffers_of_loss(driver: ModelOnWorkers) -> list[str]:
+    """The names of the loss's buffers that its forward may have changed. Those that the script has set, steps are given."""
+    loss, held = loss_of(driver.pipe), driver.compiled_pipe.loss_module
+    set_by_script = {name for _, name in driver.watch.settings.get(LOSS, {})}
+    if not isinstance(loss, nn.Module) or type(held) is not type(loss):
+        return []
+    return [f"{LOSS}.{name}" for name, _ in held.named_buffers() if name.rpartition(".")[2] not in set_by_script]
 
 
 def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:

@@ -503,6 +503,28 @@ def test_a_running_mean_is_refused_or_of_each_micro_batch(threads):
     torch.testing.assert_close(driver.state_dict()["seen"], expected)
 
 
+class Centred(nn.Module):
+    """A loss with a running mean of itself, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output, target):
+        loss = F.mse_loss(output, target)
+        self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss / self.mean
+
+
+def test_a_buffer_of_the_loss_is_that_of_the_workers_when_a_later_step_is_compared(threads):
+    """Its buffer here was as old as the first step: "tracing has lost something" was said of a step that was right."""
+    model, loss_fn = Net(), Centred()
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), copy.deepcopy(loss_fn)), threads)
+    for rows in (6, 7, 9):
+        assert_same(driver, 1, model, loss_fn, torch.randn(rows, 4), torch.randn(rows, 4))
+        assert driver.checked.rows == rows
+
+
 def test_an_infinite_buffer_does_not_switch_the_check_off(threads):
     """A running minimum begins at infinity; what is infinite in it was taken for a loss that is no number."""
     change = lambda seen, x: seen[:2].copy_(torch.minimum(seen[:2], x.amin(0)[:2]))  # noqa: E731
