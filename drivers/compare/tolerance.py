@@ -1,8 +1,9 @@
 """When two tensors that should be equal are equal: the rounding is measured, not guessed.
 
-The same rows in another order differ by rounding alone. The difference that this makes to a tensor is its ``noise``: another
-division of the rows may change the tensor by about as much. The least tolerance of a dtype is for a tensor without noise. Of
-large tensors, digests are compared. A model of 16 bits can be compared in 32.
+The same step in 64 bits differs by rounding alone. The difference that this makes to a tensor is its ``noise``: another
+division of the rows may change the tensor by about as much. What is in 64 bits already has its rows in another order instead,
+which a model that mixes rows shows, too: such noise has a limit. The least tolerance of a dtype is for a tensor without noise.
+Of large tensors, digests are compared. A model of 16 bits can be compared in 32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from pippy.ir.base.names import named_state
 from pippy.ir.base.trees import is_sparse, map_tensors
 
 _TIMES = 30.0  # the noise
-_MOST = 1e-2  # of the size: what moves more by another order depends on the order
+_MOST = 1e-2  # of the size: what moves more is not rounding
 _MOST_OF_64 = 1e-5  # the same, where all is computed in 64 bits
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex128: 1e-12, torch.complex64: 1e-5}
 _NARROW_FLOOR = 5e-2
@@ -121,16 +122,18 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return sums.index_add_(0, places % KEPT, values.reshape(-1) * signs)
 
 
-# Computes in 32 bits what a model computes in 16: with few bits, a part of a gradient that is lost looks like rounding.
+# Computes in 32 bits what a model computes in 16: with few bits, a part of a gradient that is lost looks like rounding. And in
+# 64 bits, to see what is rounding.
 
 
 NARROW = (torch.float16, torch.bfloat16)
+_NARROWER = {None: (), torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
 Tree = TypeVar("Tree")
 
 
 @contextmanager
-def widened(modules: Iterable[nn.Module], wide: bool = True) -> Iterator[None]:
-    """Inside, the parameters and buffers of modules that have 16 bits have 32. Nothing happens unless ``wide``.
+def widened(modules: Iterable[nn.Module], wide: torch.dtype | None = torch.float32) -> Iterator[None]:
+    """Inside, the parameters and buffers of modules that have fewer bits are ``wide``. Nothing happens if that is None.
 
     >>> linear = nn.Linear(2, 2).bfloat16()
     >>> with widened([linear]):
@@ -140,10 +143,10 @@ def widened(modules: Iterable[nn.Module], wide: bool = True) -> Iterator[None]:
     torch.bfloat16
     """
     found = {id(each): each for module in modules for _, each in named_state(module)} if wide else {}
-    before = [(each, each.data) for each in found.values() if each.dtype in NARROW]
+    before = [(each, each.data) for each in found.values() if each.dtype in _NARROWER[wide]]
     try:
         for each, data in before:
-            each.data = data.float()
+            each.data = data.to(wide)
         yield
     finally:
         for each, data in before:
@@ -151,6 +154,6 @@ def widened(modules: Iterable[nn.Module], wide: bool = True) -> Iterator[None]:
             each.data = data
 
 
-def wide_tensors(tree: Tree) -> Tree:
-    """A tree with tensors of 32 bits in place of those of 16."""
-    return map_tensors(lambda each: each.float() if each.dtype in NARROW else each, tree)
+def wide_tensors(tree: Tree, wide: torch.dtype | None = torch.float32) -> Tree:
+    """A tree with tensors of this dtype in place of those of fewer bits."""
+    return map_tensors(lambda each: each.to(wide) if each.dtype in _NARROWER[wide] else each, tree)

@@ -41,7 +41,7 @@ class Trials:
         before = snapshot_of_buffers(dict(self._buffers()))
         put_back = self.hold(trial.written)
         try:
-            with widened(self.modules.values(), trial.wide):
+            with widened(self.modules.values(), torch.float32 if trial.wide else None):
                 result = run()
                 self._written |= set(before.changed(dict(self._buffers())))
                 gradients = {place: digest(each) for place, each in self._gradients()}

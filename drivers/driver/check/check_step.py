@@ -1,7 +1,7 @@
 """`driver.check`: the same step on the workers and by the plain model, compared.
 
 workers     their state is set aside; a step; its gradients and buffers; an update; the state is put back
-here        the plain model, with the workers' numbers: the step, and once more with the rows in another order
+here        the plain model, with the workers' numbers: the step, and once more with other rounding
 compared    if there are differences, the workers do the step again and note what each call takes and gives
 """
 
@@ -25,7 +25,7 @@ from pippy.drivers.driver.check.differences import Apart, ComparedKey, Compariso
 from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
 from pippy.drivers.driver.check.report import CheckReport, stage_of_call, stages_with
 from pippy.drivers.driver.check.rows import WholeRows
-from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, turned_numbers
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, rounded_otherwise, turned_numbers
 from pippy.drivers.driver.steps.results import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
@@ -133,7 +133,9 @@ class StepCheck:
         rows, how = WholeRows(self.division), HowWitnessed(self.trains, whole=True)
         with plain.with_numbers_of_workers():
             wanted = plain.step(rows.divided(1), how).numbers
-            turned = turned_numbers(plain, self.division, how)
+            again = rounded_otherwise(
+                plain, rows.divided(1), how, wanted, lambda: turned_numbers(plain, self.division, how)
+            )
         try:
             numbers, weights, stale = self._on_workers(optimizers, outputs=True)
         except MicrobatchError as error:  # outputs that need a spec
@@ -141,7 +143,7 @@ class StepCheck:
             wanted = {key: each for key, each in wanted.items() if key[0] != "output"}
             numbers, weights, stale = self._on_workers(optimizers, outputs=False)
         wanted = {key: each for key, each in wanted.items() if self._is_compared(key)}
-        comparison = Comparison(wanted, turned, self._floor(plain))
+        comparison = Comparison(wanted, again, self._floor(plain))
         if optimizers:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
         differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
@@ -152,7 +154,7 @@ class StepCheck:
             origin,
             Counter(kind for kind, _ in comparison.plain),
             comparison.largest(numbers),
-            comparison.largest(turned),
+            comparison.largest(again),
             tuple(self.left_out),
             RunningStatistics(self.compiled, 1).told(self.division.chunks) if self.trains else "",
         )

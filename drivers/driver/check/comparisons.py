@@ -3,7 +3,7 @@
 the witness     the user's model on all of these rows    or, where no process holds it, the pipeline on all of them
 begun           two micro-batches
 by              two micro-batches                        with another reduction
-measured        the witness with rows turned             if differences may be rounding, or a buffer changes once in a step
+measured        the witness in 64 bits, or rows turned   if differences may be rounding, or a buffer changes once in a step
 elsewhere       two other micro-batches                  as the first two may agree by chance
 
 `WholeStep` compares a step of a driver, by its own program and on all of its rows.
@@ -28,7 +28,7 @@ from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
 from pippy.drivers.driver.check.rows import TriedRows, WholeRows
 from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, TrialSteps, Tried
-from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, turned_numbers
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, rounded_otherwise, turned_numbers
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.errors import PippyError
@@ -198,9 +198,9 @@ class Comparisons:
 
     def _row(self, rows: TriedRows, reduction: LossReduction, parts: Tried, noise: bool = False) -> RowComparison:
         found, floor = self.witnessed(rows, reduction), self.floor(rows.division)
-        turned = self.witnessed(rows, reduction, turned=True).numbers if noise else {}
+        again = self._again(rows, reduction, found.numbers) if noise else {}
         plain, numbers = self.beside(found.numbers, parts.numbers)
-        right = Comparison(plain, turned, floor, self.floor(rows.division, least=0.0))
+        right = Comparison(plain, again, floor, self.floor(rows.division, least=0.0))
         return RowComparison(rows, reduction, right, numbers, parts, found.asked)
 
     def beside(self, plain: Numbers, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -281,10 +281,23 @@ class Comparisons:
             self._witnessed[key] = rows, self._witness(rows, reduction, turned, wide)
         return self._witnessed[key][1]
 
+    def _again(self, rows: TriedRows, reduction: LossReduction, right: Numbers) -> Numbers:
+        """The right numbers with other rounding."""
+
+        def turned() -> Numbers:
+            return self.witnessed(rows, reduction, turned=True).numbers
+
+        if self.witness is None:
+            return turned()
+        how = HowWitnessed(hooks=self.trials.calls_hooks)
+        return rounded_otherwise(self.witness, rows.divided(1), how, right, turned)
+
     def _witness(self, rows: TriedRows, reduction: LossReduction, turned: bool, wide: bool) -> WitnessStep:
         with self._surroundings(wide), _unlike("a few of the rows cannot be computed alone"):
             if self.witness is not None:
-                how = HowWitnessed(watch=not turned, wide=wide, hooks=self.trials.calls_hooks)
+                how = HowWitnessed(
+                    watch=not turned, wide=torch.float32 if wide else None, hooks=self.trials.calls_hooks
+                )
                 return self._measured_step(self.witness, rows.divided(1, turned=turned), how)
             division = rows.divided(1, turned=turned)
             how_tried = HowTried(watch=not turned, single_loss=reduction.single, wide=wide)
@@ -354,15 +367,22 @@ class WholeStep:
     @classmethod
     def of(cls, comparisons: Comparisons, division: Division, run: RunWhole) -> "WholeStep":
         """Run both. Raises `Unlike` if the plain model cannot run the step."""
-        witnessed, trial = _witnessed(comparisons, division, run)
+        witnessed, trial, how = _witnessed(comparisons, division, run)
         plain, numbers = comparisons.beside(witnessed.numbers, trial.numbers)
         floors = comparisons.floor(division, wide=False), comparisons.floor(division, wide=False, least=0.0)
         whole = cls(Comparison(plain, {}, *floors), numbers, trial)
         if not whole.differences:
             return whole
-        assert comparisons.witness is not None
-        turned = turned_numbers(comparisons.witness, division, HowWitnessed())
-        return replace(whole, right=replace(whole.right, turned=turned))
+        witness, rows = comparisons.witness, WholeRows(division)
+        assert witness is not None
+        again = rounded_otherwise(
+            witness,
+            rows.divided(1) if how.weights is None else division,
+            how,
+            witnessed.numbers,
+            lambda: turned_numbers(witness, division, HowWitnessed()) if how.weights is None else {},
+        )
+        return replace(whole, right=replace(whole.right, again=again))
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -370,22 +390,23 @@ class WholeStep:
         return self.right.differences(self.numbers)
 
 
-def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, Tried]:
-    """The step of the witness, and of the workers. Where the model cannot run all rows at once, or they cannot be put together,
-    it runs micro-batch after micro-batch, as one does without a pipeline."""
-    witness, rows = comparisons.witness, WholeRows(division)
+def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, Tried, HowWitnessed]:
+    """The step of the witness and of the workers, and how the witness ran it. Where the model cannot run all rows at once, or
+    they cannot be put together, it runs micro-batch after micro-batch, as one does without a pipeline."""
+    witness, rows, how = comparisons.witness, WholeRows(division), HowWitnessed()
     assert witness is not None
     found: WitnessStep | Exception
     try:
-        found = witness.step(rows.divided(1), HowWitnessed())
+        found = witness.step(rows.divided(1), how)
     except Exception as error:
         found = error
     written = frozenset[str]() if isinstance(found, Exception) else found.written
     trial = run(division, written, comparisons.follow)
     if not isinstance(found, Exception):
-        return found, trial
+        return found, trial, how
     try:
-        return witness.step(division, HowWitnessed(weights=trial.weights)), trial
+        how = HowWitnessed(weights=trial.weights)
+        return witness.step(division, how), trial, how
     except Exception as error:
         why = found if isinstance(found, DriverError) else f"{type(found).__name__}: {found}"
         raise Unlike(f"the plain model cannot run this step: {why}") from error

@@ -89,13 +89,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 class Comparison:
     """The right numbers of a step, and their tolerances.
 
-    ``turned`` are the numbers with the rows in another order, which differ by rounding alone. ``floor`` is the least tolerance,
-    relative to a tensor's largest element; that of buffers is ``of_buffers``. ``known`` has the tolerances of tensors that do
-    not depend on the rows' order.
+    ``again`` are the numbers with other rounding. ``floor`` is the least tolerance, relative to a tensor's largest element;
+    that of buffers is ``of_buffers``. ``known`` has the tolerances of tensors that have no such numbers.
     """
 
     plain: Numbers
-    turned: Numbers
+    again: Numbers
     floor: float
     of_buffers: float = 0.0
     known: Mapping[ComparedKey, float] = field(default_factory=dict)
@@ -123,6 +122,8 @@ class Comparison:
 
     def _difference(self, key: ComparedKey, number: Any) -> Difference | None:
         apart = Apart.of(self.plain[key], number)
+        if key[0] == "gradient" and number is None and apart.size:
+            return Difference(*key, 1.0, 0.0, why="there is none, and the plain model has one")
         allowed = self.allowed(key, apart.size)
         if apart.off <= allowed:
             return None
@@ -136,7 +137,7 @@ class Comparison:
             return self.known[key] * size
         if isinstance(wanted, torch.Tensor) and not (wanted.is_floating_point() or wanted.is_complex()):
             return 0.0
-        noise = Apart.of(wanted, self.turned[key]).off if key in self.turned else 0.0
+        noise = Apart.of(wanted, self.again[key]).off if key in self.again else 0.0
         floor = self.of_buffers if key[0] == "buffer" else self.floor
         return Tolerance(size, noise, self._largest(key), floor).allowed
 

@@ -47,7 +47,7 @@ from pippy.drivers.driver.check.report import (
     disagreement_of_workers,
     stages_with,
 )
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, places_of, unlike
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, made_unlike, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.driver.steps.prepared_step import StepCall
@@ -273,7 +273,7 @@ class FirstStep:
 
     def _compare_unlike(self, division: Division, with_padding: bool) -> None:
         """Compare all rows once more, with other numbers in those that are alike, if the model takes them."""
-        rows = unlike(WholeRows(division), self.compiled.target_name)
+        rows = made_unlike(WholeRows(division), self.compiled.target_name)
         if rows is None:
             return
         with suppress(Unlike):

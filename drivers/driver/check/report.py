@@ -140,7 +140,7 @@ class CheckReport:
 
     ``differences`` has the tensors that are wrong, the worst first, and ``begins`` the stage where they begin. ``compared`` is
     the number of tensors of each kind that were compared; ``left_out`` has the others, with reasons. ``largest`` is the largest
-    difference, relative to its tensor, and ``rounding`` the largest that another order of the rows makes in the plain model.
+    difference, relative to its tensor, and ``rounding`` the largest that other rounding makes in the plain model.
     ``statistics`` says which running statistics of norms a run changes by micro-batches, and what to do; nothing if none.
     """
 
@@ -171,7 +171,7 @@ class CheckReport:
             first = f"running statistics will be those of micro-batches: {self.statistics}\nall else is "
             return (
                 f"{first * bool(self.statistics)}the same as the plain model, with {chunks}: {parts}\n"
-                f"largest difference {_number(self.largest)}; another order of the rows moves {_number(self.rounding)}"
+                f"largest difference {_number(self.largest)}; rounding alone moves {_number(self.rounding)}"
             )
         count = "1 tensor is" if len(self.differences) == 1 else f"{len(self.differences)} tensors are"
         return f"not the same as the plain model, with {chunks}: {count} off, of {parts}"

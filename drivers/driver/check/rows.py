@@ -319,14 +319,14 @@ def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[T
             yield rows.edited({place: Edit(each, partial(put, values=each)) for place, each in values.items()})
 
 
-def unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
+def made_unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
     """The rows, where those that are alike in all inputs, as rows of padding are, have other numbers. None if none are alike.
 
     Rows that are alike tie: whatever forward chooses by a threshold, it chooses all of them or none. Inputs are turned, so
     that other rows have the targets that count.
 
     >>> from pippy.drivers.batch.divide import divide
-    >>> found = unlike(WholeRows(divide({"x": torch.tensor([[1, 2, 3], [0, 0, 0], [0, 0, 0]])}, chunks=2)), None)
+    >>> found = made_unlike(WholeRows(divide({"x": torch.tensor([[1, 2, 3], [0, 0, 0], [0, 0, 0]])}, chunks=2)), None)
     >>> found.divided(1).take("x", 0)
     tensor([[2, 3, 1],
             [0, 0, 0],

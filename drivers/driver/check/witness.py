@@ -8,7 +8,7 @@ What forward writes to lists, files and loggers stays written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import BoundArguments
@@ -22,9 +22,9 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, divided_leaves, map_divided
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.tolerance import digest, wide_tensors, widened
+from pippy.drivers.compare.tolerance import NARROW, digest, wide_tensors, widened
 from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.driver.check.differences import ComparedKey
+from pippy.drivers.driver.check.differences import Apart, ComparedKey, Numbers
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.steps.results import model_output
 from pippy.drivers.model.script_gradients import gradient_here
@@ -69,12 +69,12 @@ def _whole(leaf: Any, division: Division) -> Any:
     return leaf.take(0, division)
 
 
-def copied_inputs(division: Division, device: torch.device, wide: bool) -> Division:
-    """The same inputs on a device, where forward may write into them. If ``wide``, numbers of 16 bits have 32."""
+def copied_inputs(division: Division, device: torch.device, wide: torch.dtype | None) -> Division:
+    """The same inputs on a device, where forward may write into them. Numbers of fewer bits are ``wide``, if that is given."""
 
     def own(value: Any) -> Any:
         copied = map_tensors(lambda each: each.detach().to(device, copy=True), value)
-        return wide_tensors(copied) if wide else copied
+        return wide_tensors(copied, wide)
 
     def leaf(each: Any) -> Any:
         name = "values" if isinstance(each, PerMicrobatch) else "value"
@@ -99,15 +99,15 @@ class HowWitnessed:
     """How the witness runs a step.
 
     Its numbers are digests, and those of the buffers that have changed; or ``whole`` tensors, and those of all buffers. With
-    ``weights``, it runs the micro-batches in turn; their losses have these weights, and buffers are left out. If ``wide``, it
-    computes in 32 bits what it computes in 16. Without ``hooks``, those of parameters are not called.
+    ``weights``, it runs the micro-batches in turn; their losses have these weights, and buffers are left out. With ``wide``, it
+    computes in this dtype what it computes in fewer bits. Without ``hooks``, those of parameters are not called.
     """
 
     trains: bool = True
     whole: bool = False
     weights: Sequence[float] | None = None
     watch: bool = False
-    wide: bool = False
+    wide: torch.dtype | None = None
     hooks: bool = True
 
 
@@ -195,6 +195,8 @@ class Witness:
             changed = stack.enter_context(self._parameters_left(parameters))
             stack.enter_context(self.aside(how.hooks))
             stack.enter_context(widened([each for _, each in self._modules], how.wide))
+            if how.wide is torch.float64:
+                stack.enter_context(_in_64_bits(self.device.type))
             before = snapshot_of_buffers(buffers)
             if watch is not None:
                 stack.enter_context(watch)
@@ -284,6 +286,43 @@ def named_outputs(value: Any, path: str = "output") -> dict[ComparedKey, torch.T
     if items is None:
         return {("output", path): value.detach()} if isinstance(value, torch.Tensor) else {}
     return {key: each for inner, item in items for key, each in named_outputs(item, inner).items()}
+
+
+def rounded_otherwise(
+    witness: Witness, division: Division, how: HowWitnessed, right: Numbers, turned: Callable[[], Numbers]
+) -> Numbers:
+    """The right numbers of an uncut step once more, with other rounding: in 64 bits. Where these are the bits already, or the
+    model does not take them, they are those with the rows ``turned``."""
+    if any(each.dtype in _FEWER for each in [*(each for _, each in witness.named_state()), *_inputs(division)]):
+        with suppress(Exception):
+            wide = witness.step(division, replace(how, wide=torch.float64, watch=False)).numbers
+            if all(_is_near(right[key], each) for key, each in wide.items() if key[0] in ("loss", "output")):
+                return wide
+    return turned()
+
+
+_FEWER = (*NARROW, torch.float32)
+_NEAR = 5e-2  # of the size: what is further away was not the same computation
+
+
+def _inputs(division: Division) -> list[torch.Tensor]:
+    return [each for name in division.arguments for each in division.whole(name)]
+
+
+def _is_near(right: torch.Tensor, wide: torch.Tensor) -> bool:
+    return Apart.of(right, wide).share <= _NEAR
+
+
+@contextmanager
+def _in_64_bits(device: str) -> Iterator[None]:
+    """Inside, tensors are made with 64 bits where forward does not say with how many, and nothing is cast to fewer."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def turned_numbers(witness: Witness, division: Division, how: HowWitnessed) -> dict[ComparedKey, Any]:

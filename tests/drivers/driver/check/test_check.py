@@ -18,6 +18,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.driver.check.differences import Comparison
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.ir.base.names import named_state
@@ -375,3 +376,12 @@ def test_workers_with_devices():
         assert driver.check(3, *rows())
         report = PipelineDriver1F1B(pipe_of(Mixing(lambda x: x - x.mean(0))), cluster).check(3, *rows())
         assert report.begins.stage == "submod_1"
+
+
+def test_a_gradient_that_there_is_not_differs_however_small_the_right_one_is():
+    """Beside a large gradient a small one that was lost counted as rounding."""
+    small, large = ("gradient", "small"), ("gradient", "large")
+    right = Comparison({small: torch.full((2,), 1e-12), large: torch.ones(2)}, {}, floor=1e-6)
+    assert [each.name for each in right.differences({large: torch.ones(2), small: None})] == ["small"]
+    assert not right.differences({large: torch.ones(2), small: torch.zeros(2)})
+    assert not Comparison({small: torch.zeros(2)}, {}, floor=1e-6).differences({small: None})
