@@ -171,6 +171,9 @@ class TorchrunWorker:
         self.worker = Worker(context)
         self.index, self.name, self.left = index, names[index], False
         self.thread: threading.Thread | None = None
+        self._leaves = threading.Event()
+        if not shares_process:  # a thread that begins when the worker leaves may find no memory
+            threading.Thread(target=self._leave, name="pippy leaves", daemon=True).start()
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
         if sockets:
             UrgentConnection(sockets[1], self.urgent).start()
@@ -204,16 +207,21 @@ class TorchrunWorker:
             return self.far_peers.invite(message.guest)
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
+        if message.now:
+            self._leaves.set()
         if message.why is not None and not message.now:
             write_error_line(f"worker {self.name!r} (pid {os.getpid()}) leaves: {message.why}")
         rpc.stderr_filter.start()
         self.values.end()
         if message.now:
             self.end()
-            timer = threading.Timer(LEAVES_WITHIN, self._still_here)
-            timer.daemon = True
-            timer.start()
         return None
+
+    def _leave(self) -> None:
+        """Once the worker is told to leave, see to it that it does."""
+        self._leaves.wait()
+        time.sleep(LEAVES_WITHIN)
+        self._still_here()
 
     def _connect(self, message: Connect) -> None:
         """Give two workers of this host a socket to each other, or this one and a far one a connection."""

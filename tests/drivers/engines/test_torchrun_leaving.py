@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 import pytest
 from torch.futures import Future
@@ -81,6 +82,19 @@ def test_a_stage_that_hangs_is_named_and_the_process_has_not_succeeded(ended):
     status, text = ended(script)
     assert status == 1
     assert "worker 'only'" in text and "0.1 s after its cluster was closed it was still at command 3" in text
+
+
+def test_a_worker_that_has_no_memory_for_a_thread_when_it_is_told_to_leave_ends(ended, monkeypatch):
+    """It was told, and waited for RPC for ever: nothing could be started that would have ended it."""
+
+    def script(worker):
+        monkeypatch.setattr(threading.Thread, "start", no_memory)
+        with suppress(MemoryError):
+            worker.urgent(Leave(now=True))
+        time.sleep(30)
+
+    status, text = ended(script)
+    assert status == 1 and "after its cluster was closed it was still at" in text
 
 
 def failed():
