@@ -12,12 +12,13 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pippy.drivers.base.process import stat_of
-from pippy.ir.base.source import is_users
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _COMPUTES = 0.05  # of a processor: threads that wait for Python's lock take less
@@ -59,21 +60,63 @@ class Sign:
             return ""
         if self.pages - before.pages > _SWAPS * seconds:
             return "swaps"
-        if self.computed - before.computed > _COMPUTES * seconds:
+        if self.computed - before.computed > max(_COMPUTES * seconds, 1.5 / _TICKS):  # one tick may be of those threads
             return "computes"
         return "reads or writes" if self.bytes != before.bytes else ""
 
 
-def said_of(pid: int, silent: float) -> str:
+@dataclass(frozen=True)
+class Look:
+    """What a process had done ``before`` and ``now``, a tenth of a second later; and where its Python is: file, line, function.
+
+    >>> look = Look.at(os.getpid())
+    >>> Look.of_message(look.message()) == look
+    True
+    """
+
+    before: Sign | None
+    now: Sign | None
+    lines: tuple[tuple[str, str, str], ...] = ()
+
+    @classmethod
+    def at(cls, pid: int) -> "Look":
+        """Look at a process."""
+        before = Sign.of(pid)
+        time.sleep(0.1)
+        now = Sign.of(pid)
+        return cls(before, now, () if now is None or now.state in "TtZX" else tuple(_lines_of(pid)))
+
+    @classmethod
+    def briefly(cls, pid: int) -> "Look":
+        """Look at what it has done until now alone."""
+        return cls(None, Sign.of(pid))
+
+    def message(self) -> dict[str, Any]:
+        """What JSON can say."""
+        return asdict(self)
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> "Look":
+        """The inverse of `message`."""
+        before, now = (None if each is None else Sign(**each) for each in (message["before"], message["now"]))
+        return cls(before, now, tuple((file, line, name) for file, line, name in message["lines"]))
+
+    def innermost(self) -> str:
+        """The innermost line of the user's code, or of any; nothing if the process does not say."""
+        from pippy.ir.base.source import is_users  # it imports torch
+
+        users = [each for each in self.lines if is_users(each[0])]
+        return next((f"{file}:{line}, in {name}" for file, line, name in users or self.lines), "")
+
+
+def said_of(look: Look, pid: int, silent: float) -> str:
     """What is said of a process that has given no sign of itself for so many seconds."""
-    before = Sign.of(pid)
-    time.sleep(0.1)
-    now = Sign.of(pid)
+    before, now = look.before, look.now
     if before is None or now is None or now.state in "ZX":
         return "its process has ended"
     if now.state in "Tt":
         return f"its process is stopped; kill -CONT {pid} lets it go on"
-    place = f" in {line}" if (line := _line_of(pid)) else ""
+    place = f" in {line}" if (line := look.innermost()) else ""
     did = now.moved_since(before)
     if did == "swaps":
         return f"it swaps since {silent:.0f} s{place}: its host has too little memory"
@@ -90,8 +133,8 @@ def show_stack_when_asked() -> None:
             faulthandler.register(_SIGNAL, file=_kept[0], all_threads=False)
 
 
-def _line_of(pid: int) -> str:
-    """The innermost line of the user's code, or of any, where the main thread of a process is; nothing if it does not say."""
+def _lines_of(pid: int) -> list[tuple[str, str, str]]:
+    """Where the main thread of a process is, the innermost function first; nothing if it does not say."""
     with suppress(OSError):
         stack = next(
             (each for each in Path(f"/proc/{pid}/fd").iterdir() if f"memfd:{_STACK}" in os.readlink(each)), None
@@ -102,9 +145,8 @@ def _line_of(pid: int) -> str:
             end = time.monotonic() + 0.2
             while not (lines := _lines(stack, begin)) and time.monotonic() < end:
                 time.sleep(0.01)
-            users = [f"{file}:{line}, in {name}" for file, line, name in lines if is_users(file)]
-            return next(iter(users or [f"{file}:{line}, in {name}" for file, line, name in lines]), "")
-    return ""
+            return lines
+    return []
 
 
 def _lines(stack: Path, begin: int) -> list[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from torch.futures import Future
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process_signs import Sign
+from pippy.drivers.base.sign_process import FarSigns
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -73,7 +74,13 @@ class PendingCall:
 
 
 class Messages(Protocol):
-    """Carries messages to workers. A call for a worker that is known to be gone raises a ConnectionError."""
+    """Carries messages to workers. A call for a worker that is known to be gone raises a ConnectionError.
+
+    ``signs`` says what the processes of workers of other hosts do.
+    """
+
+    @property
+    def signs(self) -> FarSigns: ...
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Put a message into a worker's queue; the future has what its main thread answers."""

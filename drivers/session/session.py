@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
-from pippy.drivers.base.process_signs import Sign, said_of
+from pippy.drivers.base.process_signs import Look, Sign, said_of
 from pippy.drivers.protocol.commands import Answer, AskWays, ComeIn, Connect, Dump, Failure, News, Ping
 from pippy.drivers.session import command_log as actions
 from pippy.drivers.session.calls import Address, CallWait, Messages, PendingCall, last_line, outcome, succeeds
@@ -376,15 +376,19 @@ class Session:
 
     def _silent(self, worker: int, seconds: float) -> str:
         """What is said of a worker that has not answered for so many seconds."""
-        address = self.workers[worker]
-        what = "it is stopped, or its process does not let Python run"
-        if address.is_here:
-            what = said_of(address.pid, time.monotonic() - self._heard[worker])
+        what = self._said_of(worker) or "it is stopped, or its process does not let Python run"
         return f"no answer within {seconds:g} s: {what}"
 
+    def _said_of(self, worker: int) -> str:
+        """What the system of a worker's host says of it; nothing if it cannot be asked."""
+        address = self.workers[worker]
+        look = Look.at(address.pid) if address.is_here else self.messages.signs.look(worker)
+        return "" if look is None else said_of(look, address.pid, time.monotonic() - self._heard[worker])
+
     def sign(self, worker: int) -> Sign | None:
-        """What the process of a worker has done, as far as it can be seen here."""
-        return Sign.of(self.workers[worker].pid) if self.workers[worker].is_here else None
+        """What the process of a worker has done, as far as the system of its host can be asked."""
+        address = self.workers[worker]
+        return Sign.of(address.pid) if address.is_here else self.messages.signs.sign(worker)
 
     def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
         """From which worker to which values stay on devices, and from which to which they do not, with the reason."""
@@ -508,8 +512,7 @@ class Session:
 
     def unanswered(self, worker: int) -> str:
         """How a worker is lost that gives no sign of itself."""
-        address = self.workers[worker]
-        what = f"; {said_of(address.pid, time.monotonic() - self._heard[worker])}" if address.is_here else ""
+        what = f"; {said}" if (said := self._said_of(worker)) else ""
         return f"it left a ping unanswered for {self.timeout:g} s (cluster(timeout=) says how long it may){what}"
 
 

@@ -5,6 +5,7 @@ who has come ──add──▶ waits ──fill──▶ takes the place that s
 """
 
 import select
+import socket
 import sys
 import threading
 import time
@@ -78,10 +79,12 @@ class WorkerPlaces:
         """Whether a worker there shares memory with this process."""
         return bool(place["memory"] == self.memory)
 
-    def connected(self, worker: int, ends: SocketPair) -> None:
-        """Use these connections with a worker from now on. Ctrl-C must wait meanwhile."""
+    def connected(self, worker: int, ends: SocketPair, signs: socket.socket | None = None) -> None:
+        """Use these connections with a worker, and with its sign process, from now on. Ctrl-C must wait meanwhile."""
         self.messages.near = self.messages.near - {worker} | ({worker} if self.is_near(self.of[worker]) else set())
         self.messages.replace(worker, *ends)
+        if signs is not None:
+            self.messages.signs.take(worker, signs)
 
     def drop(self, worker: int) -> None:
         """A worker is gone, and no other takes its place."""

@@ -66,11 +66,13 @@ class JoinedLaunch:
 
 
 class JoinedGuest:
-    """A worker that has joined: its connection, and its place once it has said it. ``failed`` is what it said last."""
+    """A worker that has joined: its connection, and its place once it has said it. ``failed`` is what it said last, ``signs``
+    the connection with its sign process."""
 
     def __init__(self, end: socket.socket, order: int) -> None:
         self.lines, self.order, self.failed = ControlLines(end), order, ""
         self.place: dict[str, Any] = {}
+        self.signs: socket.socket | None = None
 
     def fileno(self) -> int:
         """The file descriptor of its connection."""
@@ -258,7 +260,7 @@ class JoinedEngine:
             _end([guest], why)
             return False
         with uninterrupted():
-            self.places.connected(worker, ends)
+            self.places.connected(worker, ends, guest.signs)
             self._at[worker] = guest
         return True
 
@@ -276,15 +278,16 @@ class JoinedEngine:
             if own is None:
                 raise OSError(why)
             return own
-        numbers = [next(self._numbers) for _ in range(2)]
+        numbers = [next(self._numbers) for _ in range(3)]
         coming = {number: queue.SimpleQueue[socket.socket]() for number in numbers}
         self._coming |= coming
         try:
             guest.lines.send(run=run | {"numbers": numbers})
             with ExitStack() as undo:
-                messages, urgent = (undo.enter_context(_next_of(coming[number], timeout)) for number in numbers)
+                ends = [undo.enter_context(_next_of(coming[number], timeout)) for number in numbers]
                 undo.pop_all()
-            return messages, urgent
+            guest.signs = ends[2]
+            return ends[0], ends[1]
         finally:
             for number in numbers:
                 self._coming.pop(number, None)

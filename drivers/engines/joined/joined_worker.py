@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import exit_at_once, keep_freed_memory
+from pippy.drivers.base.sign_process import start_sign_process
 from pippy.drivers.engines.arguments import check_seconds, check_threads, device_name
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
 from pippy.drivers.engines.joined.address import ControlLines, joined_address, secret_in, split_address
@@ -147,16 +148,17 @@ class JoinedWorker:
         raise RuntimeError("the worker has ended by itself")
 
     def _connections(self, run: dict[str, Any], timeout: float) -> SocketPair:
-        """The connections for messages: through memory that both see, or as two more guests at the controller's door."""
+        """The connections for messages: through memory that both see, or as more guests at the controller's door."""
         break_when_silent(self.lines.socket, timeout)
         if "invitation" in run:
             with come_in(Invitation.of_line(run["invitation"]), run["index"], timeout) as end:
                 end.settimeout(timeout)
                 messages, urgent = take_over(end, 2)
             return messages, urgent
-        messages, urgent = (come_in(self.invitation, number, timeout) for number in run["numbers"])
-        for end in (messages, urgent):
+        messages, urgent, signs = (come_in(self.invitation, number, timeout) for number in run["numbers"])
+        for end in (messages, urgent, signs):
             break_when_silent(end, timeout)
+        start_sign_process(signs)
         return messages, urgent
 
     def _read(self) -> dict[str, Any]:

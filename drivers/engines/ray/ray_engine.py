@@ -10,6 +10,7 @@ From then on nothing goes through Ray. When a worker is lost, an actor that wait
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,6 +98,7 @@ class RayGuest:
         self.actor: Any = None
         self.place: dict[str, Any] = {}
         self.ends: SocketPair | None = None
+        self.signs: socket.socket | None = None  # the connection with its sign process
         self.starts, self.wrong = True, list[str]()
         self.error: ClusterError | None = None
         self.over = PollableEvent()  # it is not watched any more
@@ -112,8 +114,9 @@ class RayGuest:
     def close(self) -> None:
         """End its connections."""
         self.over.set()
-        for each in self.ends or ():
-            each.close()
+        for each in (*(self.ends or ()), self.signs):
+            if each is not None:
+                each.close()
 
     def __str__(self) -> str:
         return "a spare" if self.name is None else f"worker {self.name!r}"
@@ -410,7 +413,7 @@ class RayEngine:
             return False
         with uninterrupted():
             guest.over.set()
-            self.places.connected(worker, guest.ends)
+            self.places.connected(worker, guest.ends, guest.signs)
             self._at[worker] = guest
             self._runs[guest.actor.run.remote(worker, self._settings(worker))] = worker
         return True
@@ -434,12 +437,12 @@ class RayEngine:
         try:
             if not self.places.is_near(guest.place):
                 with ExitStack() as undo:
-                    ends = come_in(invitation, 0, timeout), come_in(invitation, 1, timeout)
+                    ends = [undo.enter_context(come_in(invitation, number, timeout)) for number in range(3)]
                     for end in ends:
-                        undo.callback(end.close)
                         break_when_silent(end, timeout)
                     undo.pop_all()
-                return ends
+                guest.signs = ends[2]
+                return ends[0], ends[1]
             with come_in(invitation, 0, timeout) as end:
                 end.settimeout(timeout)
                 own, why = hand_over_pairs(end)

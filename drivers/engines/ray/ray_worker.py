@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pippy.drivers.base.process import exit_at_once, keep_freed_memory
+from pippy.drivers.base.sign_process import start_sign_process
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
 from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
@@ -56,7 +57,8 @@ class RayWorker:
         import ray
 
         self.timeout, self.address = timeout, ray.util.get_node_ip_address()
-        door = Door(THIS_HOST if near else self.address, [0] if near else [0, 1], self._meet_controller, 4 * timeout)
+        guests = [0] if near else [0, 1, 2]
+        door = Door(THIS_HOST if near else self.address, guests, self._meet_controller, 4 * timeout)
         return door.invitation.line()
 
     def take_place(self, name: str, device: str) -> str:
@@ -77,7 +79,10 @@ class RayWorker:
     def _meet_controller(self, guest: int, end: socket.socket) -> None:
         if end.family != socket.AF_UNIX:
             break_when_silent(end, self.timeout)
-            self._came(guest, end)
+            if guest == 2:
+                start_sign_process(end)
+            else:
+                self._came(guest, end)
             return
         with end, suppress(OSError):  # the controller is told
             end.settimeout(self.timeout)

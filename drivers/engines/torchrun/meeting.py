@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.sign_process import start_sign_process
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, interface_from_environment, link_to
 from pippy.drivers.engines.torchrun.ranks import RankBoard, RankInfo, check_terms, terms_of_rank, write_files
@@ -294,11 +295,29 @@ def meet(
             "cannot share memory use RPC:\n"
             f"{routes}"
         )
-    addresses = [Address(name, *at[i][:2]) for i, name in enumerate(names)]
+    own = of_ranks[rank_info.rank][2]
+    addresses = [Address(name, host, pid, is_here=where == own) for name, (host, pid, where, _) in zip(names, at)]
     meeting = Meeting(addresses, routes, root_store, link=link, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
+        _give_signs(board, meeting, rank_info, [where for _, _, where, _ in of_ranks])
     return meeting
+
+
+def _give_signs(board: RankBoard, meeting: Meeting, rank_info: RankInfo, where: Sequence[str]) -> None:
+    """Connect the sign processes of ranks that are not on the host of rank 0 with rank 0. Without them a rank that is silent
+    is lost."""
+    far = [rank for rank in range(rank_info.world_size) if where[rank] != where[0]]
+    address = meeting.link.address
+    if rank_info.rank == 0 and far:
+
+        def take(rank: int, end: socket.socket) -> None:
+            meeting.connections.signs.take(rank_info.worker_of(rank), end)
+
+        board.write("signs", address and Door(address, far, take, board.timeout).invitation.line())
+    elif rank_info.rank in far and (line := board.read("signs", [0])[0]):
+        with suppress(OSError):
+            start_sign_process(come_in(Invitation.of_line(line), rank_info.rank, board.timeout))
 
 
 def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: NetworkInterface) -> NetworkInterface:

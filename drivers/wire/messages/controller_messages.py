@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from pippy.drivers.base.host_errors import in_words
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.sign_process import FarSigns
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.worker_messages import MessageConnection, MessageQueue, MessageStream, answer_at_once
 from pippy.drivers.wire.pickling import Pickled
@@ -55,6 +56,7 @@ class ControllerConnections:
         self._ends: list[MessageConnection | MessageStream] = []
         self._open: dict[int, int] = {}  # the descriptors that `wait` serves
         self._unanswered: list[dict[int, Future[Pickled]]] = []
+        self.signs = FarSigns()
         for places, ends in ((self._at, sockets), (self._urgent_at, urgent)):
             for worker, end in ends.items():
                 self._put(places, worker, end)
@@ -87,6 +89,7 @@ class ControllerConnections:
                 if worker in places:
                     self._mark_lost(places[worker])
                 self._put(places, worker, new)
+            self.signs.drop(worker)
 
     def drop(self, worker: int) -> None:
         """Close those to a worker that is gone. The calls that were not answered fail."""
@@ -94,6 +97,7 @@ class ControllerConnections:
             for places in (self._at, self._urgent_at):
                 if worker in places:
                     self._mark_lost(places[worker])
+            self.signs.drop(worker)
 
     def unsent(self) -> bool:
         """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
@@ -118,6 +122,7 @@ class ControllerConnections:
         with self._lock:
             for at in range(len(self._ends)):
                 self._mark_lost(at)
+            self.signs.close()
 
     def _put(self, places: dict[int, int], worker: int, end: socket.socket) -> None:
         """Use a socket to a worker from now on."""
@@ -238,6 +243,11 @@ class ControllerMessages:
     ) -> None:
         self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
         self.first, self.far, self.own = dict(first), far, own
+
+    @property
+    def signs(self) -> FarSigns:
+        """What is said of the processes of other hosts."""
+        return self.connections.signs
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
         """Put a message into a worker's queue; the future has its answer."""

@@ -4,6 +4,7 @@ Under torchrun all of it runs in the script of a job: so these are functions, an
 """
 
 import logging
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.protocol.commands import Ping
 from pippy.ir.base.logs import LOGGER
-from tests.drivers.processes import within
+from tests.drivers.processes import until, within
 
 
 def ask(session, worker, *message):
@@ -149,6 +150,14 @@ def a_worker_is_ended_and_started_again_or_the_reason_is_given(cluster):
     assert engine.deaths() == {}
 
 
+def the_system_says_what_workers_do(cluster):
+    session = cluster.session
+    for worker, address in enumerate(session.workers):
+        if address.pid != os.getpid():  # in another process
+            assert until(lambda: session.sign(worker) is not None)  # noqa: B023
+            assert session.sign(worker).state in "RSD"
+
+
 def all_end_and_once_is_enough(cluster):
     """The last one: after this nothing can be sent."""
     with within(10):
@@ -167,10 +176,12 @@ CONTRACT = [
     one_worker_is_answered_while_another_computes,
     what_workers_log_comes_to_the_script_with_their_names,
     nobody_has_died,
+    the_system_says_what_workers_do,
     a_worker_is_replaced_or_the_reason_is_given,
     a_worker_that_computes_is_replaced,
     a_worker_is_ended_and_started_again_or_the_reason_is_given,
     messages_are_answered_in_their_order,
+    the_system_says_what_workers_do,
     all_end_and_once_is_enough,
 ]
 
