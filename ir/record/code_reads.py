@@ -11,10 +11,11 @@ import contextlib
 import dis
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference
 from torch import nn
 
@@ -23,23 +24,62 @@ from pippy.ir.base import source
 GONE = object()
 _OF_MODULES = vars(nn.Module())  # what is no option of a module
 _LONGEST = 64  # entries of a dictionary that are noted
+_MOST_NUMBERS = 1 << 16  # of a tensor that are copied
 
 
 @dataclass(frozen=True)
 class Read:
     """A place that code reads: its name, how to look there, and what was there.
 
-    If it ``travels``, a process that the code is sent to has what is there now; else that process imports its own.
+    If it ``travels``, a process that the code is sent to has what is there now; else that process imports its own. ``numbers``
+    are those of a tensor that the script may write, with its version.
     """
 
     name: str
     look: Callable[[], Any]
     value: Any
     travels: bool
+    numbers: tuple[int, torch.Tensor] | None = None
+
+    def may_have_changed(self) -> bool:
+        """Whether another object is there now, or a tensor was written. This is asked before each step."""
+        return self.look() is not self.value or (self.numbers is not None and self.value._version != self.numbers[0])
 
     def has_changed(self) -> bool:
-        """Whether something else is there now. An equal number or string is the same."""
-        return not is_same(self.look(), self.value)
+        """Whether something else is there now, or other numbers. An equal number or string is the same."""
+        return not is_same(self.look(), self.value) or self._is_written()
+
+    def _is_written(self) -> bool:
+        if self.numbers is None or not self.may_have_changed():
+            return False
+        return not torch.equal(_numbers_of(self.value), self.numbers[1])
+
+    def looked_again(self) -> "Read":
+        """The place with what is there now."""
+        value = self.look()
+        is_noted = self.numbers is not None and isinstance(value, torch.Tensor)
+        return replace(self, value=value, numbers=(value._version, _numbers_of(value)) if is_noted else None)
+
+
+def noting_numbers(reads: Iterable[Read]) -> list[Read]:
+    """The places, where those with a tensor that only the script writes note its numbers."""
+    return [
+        replace(each, numbers=(each.value._version, _numbers_of(each.value))) if _may_be_written(each.value) else each
+        for each in reads
+    ]
+
+
+def _may_be_written(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+    return is_plain and not value.requires_grad and not value.is_inference()
+
+
+def _numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the numbers; of many, sums that show what was written."""
+    numbers = tensor.detach()
+    if numbers.numel() <= _MOST_NUMBERS:
+        return numbers.clone()
+    return torch.stack([numbers.double().sum(), numbers.double().square().sum()])
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -99,7 +139,7 @@ def _reads_of(value: Any, pending: list[Any]) -> Iterator[tuple[Any, str, Read]]
         pending += [type(value), *value.children()]
         options = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
         yield from _entries(vars(value), f"of a {type(value).__name__}", True, options)
-        yield from _entries(value._buffers, f"of a {type(value).__name__}", True)
+        yield from _entries(value._buffers, f"of a {type(value).__name__}", True, tensors=True)
     elif callable(value) and not isinstance(value, (type, FunctionType, ModuleType)):
         call = vars(type(value)).get("__call__")
         if isinstance(call, FunctionType) and source.is_of_project(call.__code__.co_filename):
@@ -139,10 +179,11 @@ def _content(cell: CellType) -> Any:
 
 
 def _entries(
-    content: dict[str, Any], of: str, travels: bool, some: Mapping[str, Any] | None = None
+    content: dict[str, Any], of: str, travels: bool, some: Mapping[str, Any] | None = None, tensors: bool = False
 ) -> Iterator[tuple[Any, str, Read]]:
     for name, value in (content if some is None else some).items() if len(content) <= _LONGEST else ():
-        if type(name) is str and (is_plain_value(value) or callable(value)):
+        is_read = is_plain_value(value) or callable(value) or (tensors and isinstance(value, torch.Tensor))
+        if type(name) is str and is_read:
             yield content, name, Read(f"{name!r} {of}", functools.partial(content.get, name, GONE), value, travels)
 
 

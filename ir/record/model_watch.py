@@ -40,7 +40,15 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import describe
-from pippy.ir.record.code_reads import GONE, Read, assigned_attributes, code_reads, is_plain_value, reached_methods
+from pippy.ir.record.code_reads import (
+    GONE,
+    Read,
+    assigned_attributes,
+    code_reads,
+    is_plain_value,
+    noting_numbers,
+    reached_methods,
+)
 from pippy.ir.record.compiled import Compiled, ModelModes
 from pippy.ir.record.reached import HOOK_ATTRIBUTES
 
@@ -234,6 +242,7 @@ class ModelWatch:
         self.settings: dict[str, dict[tuple[int, str], Any]] = {}
         self._parts: list[_Part] = []
         self._tensors: dict[str, torch.Tensor] = {}
+        self._in_stages: set[int] = set()  # their ids, of those of the model that stages have
         self._loss: Any = None
         self._traced: list[Read] = []  # of code that was traced
         self._sent: list[Read] = []  # of code that the workers have
@@ -256,6 +265,10 @@ class ModelWatch:
             for path, each in modules.values()
         ]
         self._tensors, self._loss = dict(named_state(model)), loss
+        of_model = compiled.qualnames
+        self._in_stages = {
+            id(each) for name, each in self._tensors.items() if of_model.places.get(of_model.canonical.get(name, name))
+        }
         if isinstance(loss, nn.Module):
             of_loss, known = _places_of_loss(compiled, loss), set(map(id, self._tensors.values()))
             own = [(path, each) for path, each in loss.named_modules() if id(each) not in modules]
@@ -277,7 +290,18 @@ class ModelWatch:
         held = [vars(each.module).get(name) for each in traced for name in each.reads]
         functions = [each for each in held if callable(each) and not isinstance(each, nn.Module)]
         self._traced = code_reads([*(type(each.module) for each in traced), *functions], known)
-        self._sent = code_reads([*(type(each.module) for each in whole), *self._loss_functions], known)
+        self._sent = code_reads([type(each.module) for each in whole], known) + self._reads_of_loss()
+
+    def _reads_of_loss(self) -> list[Read]:
+        """What the loss reads. The numbers of tensors that no stage has are noted: those of stages are compared otherwise."""
+        in_stages = {
+            id(each.module)
+            for each in self._parts
+            if each.places or any(id(own) in self._in_stages for _, own in named_state(each.module))
+        }
+        reads = code_reads(self._loss_functions, in_stages)
+        others = noting_numbers(each for each in reads if id(each.value) not in self._in_stages)
+        return [each for each in reads if id(each.value) in self._in_stages] + others
 
     @property
     def _loss_functions(self) -> list[Any]:
@@ -328,7 +352,7 @@ class ModelWatch:
             or self._numbers_now() != (self._versions, self._memory)
             or [each.requires_grad for each in self._tensors.values()] != self._trained
             or [each.training for each in self._switched] != self._training
-            or True in [each.look() is not each.value for each in (*self._traced, *self._sent)]
+            or True in [each.may_have_changed() for each in (*self._traced, *self._sent)]
         )
 
     def written(self) -> list[str]:
@@ -424,7 +448,7 @@ class ModelWatch:
 
 
 def _looked_again(reads: list[Read]) -> list[Read]:
-    return [replace(each, value=each.look()) for each in reads]
+    return [each.looked_again() for each in reads]
 
 
 def _where(ids: set[int], tensors: list[torch.Tensor], now: list[int], before: list[int]) -> list[int]:

@@ -88,6 +88,23 @@ def closed() -> Any:
     return loss
 
 
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: torch.Tensor
+        self.register_buffer("value", torch.ones(()).double())
+
+
+def holding() -> Any:
+    module, factor = Factor(), torch.ones(()).double()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target) * module.value * factor
+
+    loss.module, loss.factor = module, factor  # type: ignore[attr-defined]
+    return loss
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": nn.CrossEntropyLoss,
     "weighted": lambda: nn.CrossEntropyLoss(torch.tensor([1.0, 2, 1, 1]).double()),
@@ -95,6 +112,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "function": lambda: tuned,
     "partial": lambda: functools.partial(tuned, power=1.0),
     "closure": closed,
+    "holding": holding,
 }
 
 
@@ -190,6 +208,8 @@ FOLLOWED: dict[str, Change] = {
     "class weights for none": Change(lambda s: setattr(s.loss, "weight", torch.tensor(WEIGHTS).double())),
     "other class weights": Change(lambda s: setattr(s.loss, "weight", torch.tensor(WEIGHTS).double()), "weighted"),
     "class weights in place": Change(lambda s: s.loss.weight.mul_(torch.tensor(WEIGHTS)), "weighted"),
+    "a buffer in a closure": Change(lambda s: s.loss.module.value.mul_(3.0), "holding"),
+    "a tensor in a closure": Change(lambda s: s.loss.factor.mul_(3.0), "holding"),
     "targets that the loss ignores": Change(lambda s: setattr(s.loss, "ignore_index", 2)),
     "the reduction of the loss": Change(lambda s: setattr(s.loss, "reduction", "sum")),
     "a part of the loss": Change(lambda s: setattr(s.loss.inner, "label_smoothing", 0.2), "own"),
