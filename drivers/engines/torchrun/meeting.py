@@ -308,13 +308,15 @@ def _give_signs(board: RankBoard, meeting: Meeting, rank_info: RankInfo, where: 
     """Connect the sign processes of ranks that are not on the host of rank 0 with rank 0. Without them a rank that is silent
     is lost."""
     far = [rank for rank in range(rank_info.world_size) if where[rank] != where[0]]
-    address = meeting.link.address
     if rank_info.rank == 0 and far:
+        line, address = "", meeting.link.address
 
         def take(rank: int, end: socket.socket) -> None:
             meeting.connections.signs.take(rank_info.worker_of(rank), end)
 
-        board.write("signs", address and Door(address, far, take, board.timeout).invitation.line())
+        with suppress(OSError):
+            line = "" if address is None else Door(address, far, take, board.timeout).invitation.line()
+        board.write("signs", line)
     elif rank_info.rank in far and (line := board.read("signs", [0])[0]):
         with suppress(OSError):
             start_sign_process(come_in(Invitation.of_line(line), rank_info.rank, board.timeout))
