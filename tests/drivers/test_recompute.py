@@ -522,8 +522,8 @@ def note_backward(module, gradients, given):
 
 
 def test_parts_that_torch_checkpoints(threads):
-    from tests.drivers.test_checkpointed_parts import WIDTH, Blocks
+    from tests.drivers.test_kinds_of_models import WIDTH, Checkpointed
 
     for reentrant in (True, False):
         given = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
-        compare(pipeline(Blocks(reentrant), nn.MSELoss()), threads, given, "always", chunks=3, schedule="zb_h1")
+        compare(pipeline(Checkpointed(reentrant), nn.MSELoss()), threads, given, "always", chunks=3, schedule="zb_h1")

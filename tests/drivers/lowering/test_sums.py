@@ -17,7 +17,7 @@ from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Add, Send
-from tests.drivers.plan.build import build, edges
+from tests.drivers.plan.graphs import build, edges
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -1,15 +1,19 @@
-"""The schedules as the papers draw them, 4 workers and 8 micro-batches, and what the papers promise of them."""
+"""Schedules as grids, in pages, and as drawings."""
 
+import json
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers.plan import make_schedule, simulate
+from pippy.drivers.plan import Span, Timeline, make_schedule, render_svg, render_trace, simulate
 from pippy.drivers.plan.drawings import render_text
-from pippy.drivers.plan.language.instructions import Op
+from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.orders.registry import REGISTRY
 
 GRIDS = Path(__file__).parent / "grids"
@@ -157,3 +161,83 @@ def test_zb_h2_is_never_slower_than_zb_h1(p):
     for m in range(1, 2 * p + 2):
         of_h1, of_h2 = (simulate(make_schedule(name, workers=p, chunks=m)).makespan for name in ("zb_h1", "zb_h2"))
         assert of_h2 <= of_h1
+
+
+# The page on schedules has them all. That its blocks run is tested with all other pages.
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
+
+
+def test_every_schedule_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in REGISTRY if f"| `{name}` |" not in page] == []
+
+
+# The drawings: exact text, well-formed SVG, trace events that add up; of programs and of recorded runs.
+
+
+RECORDED = Timeline(
+    [
+        [Span(Compute(Op.FORWARD, 0, 0), 0.0, 0.1), Span(Compute(Op.FORWARD, 0, 1), 0.1, 0.3)],
+        [Span(Compute(Op.FORWARD, 1, 0), 0.2, 0.3)],
+    ]
+)
+
+
+def test_a_recorded_run_is_drawn_like_a_simulated_one():
+    assert render_text(RECORDED) == "0 | F0 F1 --\n1 | .  .  F0"
+    assert render_text(RECORDED, step=0.3) == "0 | F1\n1 | F0"
+
+
+def test_a_grid_too_wide_to_read_is_refused():
+    with pytest.raises(ArgumentError, match=r"a grid of 30000 columns is unreadable; pass a longer step"):
+        render_text(RECORDED, step=1e-5)
+    with pytest.raises(ArgumentError, match=r"step=0 must be a number above zero"):
+        render_text(RECORDED, step=0)
+
+
+def test_a_zero_cost_pass_is_still_drawn():
+    program = make_schedule("1f1b", workers=1, chunks=1)
+    assert render_text(simulate(program, forward=0).timeline).count("|") == 1
+
+
+def test_an_empty_timeline_is_drawn_as_nothing():
+    assert render_text(Timeline([[], []])) == "0 | .\n1 | ."
+    assert render_svg(Timeline([[]])).count("<rect") == 1  # the ground
+
+
+def test_the_svg_has_one_box_for_each_pass():
+    program = make_schedule("zb_v", workers=3, chunks=4)
+    root = ElementTree.fromstring(render_svg(program))
+    titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 3 * 6 * 4
+    assert titles[0] == "F0.0: 0 to 0.5"
+
+
+def test_the_boxes_of_a_worker_do_not_overlap():
+    root = ElementTree.fromstring(render_svg(make_schedule("1f1b", workers=2, chunks=5)))
+    boxes = [
+        (box.get("y"), float(box.get("x") or 0), float(box.get("width") or 0))
+        for box in root.iter()
+        if "rect" in box.tag
+    ]
+    for (row, left, width), (next_row, next_left, _) in pairwise(boxes):
+        assert row != next_row or next_left >= left + width - 0.02
+
+
+def test_the_trace_adds_up():
+    result = simulate(make_schedule("interleaved_1f1b", workers=2, chunks=3, stages_per_worker=2))
+    events = json.loads(render_trace(result.timeline, unit=10.0))["traceEvents"]
+    passes = [event for event in events if event["ph"] == "X"]
+    assert len(passes) == 2 * 2 * 2 * 3
+    assert max(event["ts"] + event["dur"] for event in passes) == float(result.makespan) * 10
+    for worker, idle in enumerate(result.idle):
+        busy = sum(event["dur"] for event in passes if event["tid"] == worker)
+        assert busy == float(result.makespan - idle) * 10
+
+
+@pytest.mark.parametrize("spans", [[(0.0, 2.0), (1.0, 3.0)], [(1.0, 0.5)], [(-1.0, 1.0)]])
+def test_a_timeline_that_cannot_be_is_refused(spans):
+    with pytest.raises(ArgumentError, match=r"worker 0 runs F0\.0 from .* in order of time"):
+        Timeline([[Span(Compute(Op.FORWARD, 0, 0), *span) for span in spans]])

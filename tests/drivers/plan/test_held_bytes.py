@@ -9,8 +9,7 @@ from pippy.drivers.plan.cost.held_bytes import Held, ModelInput, PipeBytes, Stag
 from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
 from pippy.drivers.plan.language.instructions import Add, Compute, Free, Receive
 from pippy.drivers.plan.orders.registry import REGISTRY
-from tests.drivers.plan.build import build
-from tests.drivers.plan.graphs import with_random_graph
+from tests.drivers.plan.graphs import build, with_random_graph
 
 
 def size_of(program, sizes, thing):

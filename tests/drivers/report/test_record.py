@@ -1,4 +1,4 @@
-"""Recorded steps: what all workers did, on one clock, and where their time went."""
+"""What driver.record gives: measured steps, by the user's names."""
 
 import random
 import resource
@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
+from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.plan import add_communication, make_schedule, render_svg, simulate
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.plan.passes.rewrites import in_halves
 from pippy.drivers.report.activity import Cause
+from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import measured_costs
 from pippy.drivers.worker.measure.recorder import ProcessMemory
+from pippy.ir.pipe import compiled_of
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.synthetic_steps import stepped
 
@@ -285,3 +289,82 @@ def test_without_correction_the_clocks_would_be_wrong():
     assert step.noted[1].ended - truth.noted[1].ended == pytest.approx(50)
     assert step.records[1].ended == pytest.approx(truth.records[1].ended)
     assert 0 < step.clock_errors[1] <= 0.1 + 1e-9
+
+
+# The costs that are read off recorded steps are those that the steps were made with.
+
+
+SECONDS = {"F": (1.0, 2.0, 3.0), "B": (4.0, 5.0, 9.0), "I": (1.5, 2.5, 3.5), "W": (0.5, 0.25, 0.75)}
+FLIGHT = 0.125
+
+
+def cost(instruction):
+    return SECONDS[str(instruction.op)][instruction.stage] if isinstance(instruction, Compute) else 0.0
+
+
+def test_the_costs_are_the_medians_of_whole_backwards_and_halves():
+    plain = make_schedule("1f1b", workers=3, chunks=5)
+    steps = [stepped(add_communication(each), cost, flight=FLIGHT) for each in (plain, plain, in_halves(plain))]
+    costs = measured_costs(steps)
+    for measured, made in (
+        (costs.forward, "F"),
+        (costs.backward, "B"),
+        (costs.backward_input, "I"),
+        (costs.backward_weight, "W"),
+    ):
+        assert measured == pytest.approx(SECONDS[made])
+    assert set(costs.latency) == {edge.value for edge in steps[0].program.flow}
+    # a value that its receiver did not wait for costs it nothing, so a latency may be less than the flight
+    assert all(-1e-9 <= latency <= FLIGHT + 1e-9 for latency in costs.latency.values())
+    assert max(costs.latency.values()) == pytest.approx(FLIGHT)
+
+
+# The names that a report calls stages and values by.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.blocks, self.head, self.cut = nn.ModuleList(Block() for _ in range(6)), nn.Linear(4, 2), cut
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if number == self.cut:
+                pipe_split()
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_stage_is_called_by_the_outermost_modules_that_are_all_in_it():
+    names = model_names(compiled_of(pipeline(Model(4), nn.MSELoss())))
+    assert names.stages == ("blocks.0 to blocks.3", "blocks.4, blocks.5, head")
+    assert names.values["add_3"] == "blocks.3"
+
+
+class Between(Block):
+    def forward(self, x):
+        up = self.up(x)
+        pipe_split()
+        return x + self.down(torch.relu(up))
+
+
+def test_a_module_that_is_cut_is_named_by_its_parts():
+    model = nn.Sequential(Between(), Block())
+    names = model_names(compiled_of(pipeline(model, nn.MSELoss())))
+    assert names.stages == ("0.up", "0, 0.down, 1")
+    assert names.value("_0_up") == "_0_up (0.up)"
+    assert names.value("_0_up_grad_from_submod_1") == "gradient of _0_up (0.up)"
+
+
+def test_layers_of_a_sequential_are_called_by_their_numbers():
+    pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))))
+    assert model_names(compiled_of(pipe)).stage(1) == "stage 1 (module 1)"

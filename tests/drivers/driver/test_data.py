@@ -1,4 +1,4 @@
-"""Inputs that workers load: the numbers are those of the same rows given by the controller, to the bit."""
+"""Mini-batches as indices: workers load rows of a dataset."""
 
 import itertools
 import os
@@ -37,6 +37,7 @@ from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
 ROWS = 40
 
 
@@ -268,7 +269,7 @@ def make_fewer_rows():
 
 
 calls = itertools.count(1)
-HERE = "tests.drivers.driver.data.test_index_loader"
+HERE = "tests.drivers.driver.test_data"
 
 
 def test_by_the_name_of_a_function(threads):
