@@ -525,7 +525,6 @@ def test_gradients_that_are_not_finite(four):
     with pytest.raises(DriverError, match="pass error_if_nonfinite=False to clip anyway"):
         driver.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert not driver.clip_grad_norm_(1.0, error_if_nonfinite=False).isfinite()
-    driver.close()
 
 
 def test_recordings(driver, tmp_path):

@@ -22,6 +22,7 @@ from pippy import (
 from pippy.drivers.base.errors import StepError
 from pippy.errors import DriverError, MicrobatchError
 from pippy.ir.base.errors import InputError
+from tests.comparisons import assert_gradients, assert_loss, assert_state
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -52,11 +53,8 @@ class Script:
         driver = PipelineDriver1F1B(pipe, threads, **self.driver)
         try:
             loss = driver.run(self.chunks, *self.inputs)
-            wanted = plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1])
-            wanted.backward()
-            torch.testing.assert_close(loss, wanted.detach())
-            for name, parameter in plain.named_parameters():
-                torch.testing.assert_close(driver.get_grad(name), parameter.grad, msg=name)
+            assert_loss(loss, plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1]))
+            assert_gradients(driver, plain)
         finally:
             driver.close()
 
@@ -382,8 +380,7 @@ def test_a_flat_text_with_offsets(threads):
     F.cross_entropy(plain(text, offsets), target).backward()
     driver = PipelineDriver1F1B(pipeline(model, nn.CrossEntropyLoss(), example_args=(padded, target)), threads)
     driver.run(2, padded, target)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    assert_gradients(driver, plain)
 
 
 class Taught(nn.Module):
@@ -429,8 +426,7 @@ def test_an_averaged_teacher(threads):
         optimizer.zero_grad()
         driver.run(2, x, target)
         optimizer.step()
-    for name, value in driver.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name], msg=name)
+    assert_state(driver, plain)
 
 
 # A driver refuses a call for which forward would do something else, before anything is sent.

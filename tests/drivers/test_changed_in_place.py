@@ -12,7 +12,7 @@ from pippy import Pipe, PipeTracer, PippyWarning, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.ir.base.errors import SharedParameterError, SplitError, StageError
-from tests.comparisons import assert_same, run_plain
+from tests.comparisons import assert_gradients, assert_loss, assert_same, assert_same_gradients, run_plain
 from tests.drivers.thread_cluster import thread_cluster
 from tests.ir.trace.test_assigned_buffers import Assigns, batch, counts, reads_before_and_after, swaps
 
@@ -148,7 +148,6 @@ def test_a_driver_changes_them_once_in_a_step(act, checkpoint, chunks, threads):
         for name, parameter in plain.named_parameters():
             assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
     assert_same(driver.state_dict(), plain.state_dict(), "state")
-    driver.close()
 
 
 # A parameter that forward changes, as the averaged teacher of MoCo and BYOL: as in the plain model, or refused by name.
@@ -203,9 +202,7 @@ def test_an_averaged_teacher(update, threads):
     driver = PipelineDriver1F1B(pipe, threads)
     for _ in range(2):
         plain.zero_grad(), driver.zero_grad()
-        expected = plain(x)
-        expected.backward()
-        torch.testing.assert_close(driver.run(1, x), expected.detach())
+        assert_loss(driver.run(1, x), plain(x))
         torch.testing.assert_close(driver.get_grad("head.weight"), plain.head.weight.grad)
     torch.testing.assert_close(driver.state_dict(), plain.state_dict())
     for grad in (True, False):
@@ -230,9 +227,7 @@ def test_the_change_may_be_made_between_steps(threads):
         in_place(model.teacher, model.student)
         driver.load_state_dict(model.state_dict())
         optimizer.zero_grad(), own.zero_grad()
-        expected = plain(x)
-        expected.backward()
-        torch.testing.assert_close(driver.run(2, x), expected.detach())
+        assert_loss(driver.run(2, x), plain(x))
         optimizer.step(), own.step()
     torch.testing.assert_close(driver.state_dict(), plain.state_dict())
 
@@ -335,7 +330,6 @@ def test_a_driver_refuses_it_too(threads, model):
     driver = PipelineDriver1F1B(pipeline(model(), loss_fn, tracer=Opaque), threads)
     with pytest.raises(StepError, match=r"(?s)submod_\d changed its input '\w+' in place.*self\.clamp\("):
         driver.run(2, torch.randn(4, 4), torch.randn(4, 4))
-    driver.close()
 
 
 def test_what_nobody_else_uses_may_be_changed(threads):
@@ -347,10 +341,8 @@ def test_what_nobody_else_uses_may_be_changed(threads):
     torch.testing.assert_close(pipe(x, target), expected.detach())
     driver = PipelineDriver1F1B(pipe, threads)
     torch.testing.assert_close(driver.run(2, x, target), expected.detach())
-    for name, gradient in driver.gradients().items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
-        torch.testing.assert_close(pipe.get_parameter(name).grad, gradient)
-    driver.close()
+    assert_gradients(driver, plain)
+    assert_same_gradients(pipe, plain)
 
 
 def test_the_advice(threads):

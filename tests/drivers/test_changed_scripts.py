@@ -23,6 +23,7 @@ from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import named_state
 from pippy.ir.record.model_watch import ModelWatch
 from pippy.ir.trace.tracer import PipeTracer
+from tests.comparisons import update
 from tests.drivers.changed_scripts import (
     FOLLOWED,
     LOSSES,
@@ -166,7 +167,6 @@ def test_a_change_is_followed_in_other_processes_and_checked_by_the_witness(clus
     script = OnWorkers(cluster, FOLLOWED[name], model)
     found = trained(script, FOLLOWED[name], [], lambda: script.driver.state_dict())
     assert_as_plain(found, FOLLOWED[name], before)
-    script.driver.close()
 
 
 @pytest.mark.parametrize("name", ["an option of a layer", "a closure"])
@@ -218,7 +218,6 @@ def test_globals_of_a_script_that_its_loss_reads_are_followed(cluster, kind):
         else:
             script["SETTINGS"] = {"smoothing": number}
         torch.testing.assert_close(driver.run(3, x, target), script["loss"](model(x), target).detach())
-    driver.close()
 
 
 def test_globals_of_a_module_that_workers_import_are_refused_and_the_advice_works(cluster):
@@ -234,7 +233,6 @@ def test_globals_of_a_module_that_workers_import_are_refused_and_the_advice_work
     before = copy.deepcopy(model)
     script = OnWorkers(cluster, change, model)
     assert_as_plain(trained(script, change, [], lambda: script.driver.state_dict()), change, before)
-    script.driver.close()
 
 
 class Normed(nn.Module):
@@ -285,8 +283,7 @@ def test_what_a_script_may_do_between_steps_is_no_alarm(threads, tmp_path):
     ]
     for act in between:
         driver.run(3, x, target)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         act()
     driver.run(3, x, target)
 

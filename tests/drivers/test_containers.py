@@ -16,6 +16,7 @@ from pippy.drivers.protocol.steps import Step
 from pippy.errors import InputError, PippyError, VerificationError
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import children, leaves
+from tests.comparisons import assert_gradients
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -110,14 +111,12 @@ def test_containers_in_between_and_out(threads):
         loss.backward()
         pipe = pipeline(model, loss_of_tensors)
         torch.testing.assert_close(pipe(x, given, target), loss.detach())
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(pipe.get_grad(name), parameter.grad)
+        assert_gradients(pipe, plain)
         driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
         found, outputs = driver.run(2, x, given, target, outputs=True)
         torch.testing.assert_close(found, loss.detach())
         check_same(outputs, output)
-        for name, gradient in driver.gradients().items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+        assert_gradients(driver, plain)
         driver.close()
 
 
@@ -183,8 +182,7 @@ def test_named_tuples_that_check_what_they_hold(on, request):
     pipe = pipeline(model, nn.MSELoss(), example_args=(x, lengths, target), num_stages=3)  # weighed by running it
     driver = PipelineDriver1F1B(pipe, request.getfixturevalue(on))
     driver.run(2, x, lengths, target)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    assert_gradients(driver, plain)
 
 
 # Objects that the pipeline takes for constants, with tensors somewhere inside of them.
@@ -264,7 +262,6 @@ def test_a_tensor_inside_that_requires_a_gradient(kind, threads):
     driver = PipelineDriver1F1B(pipe, threads)
     with pytest.raises(StepError, match=message):
         driver.run(2, *given)
-    driver.close()
 
 
 @pytest.mark.parametrize("kind", PACKINGS)

@@ -25,7 +25,8 @@ from pippy.drivers.plan import make_schedule, simulate
 from pippy.drivers.plan.language.instructions import Send
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.worker.step_context import StepDevice
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_gradients
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -39,7 +40,6 @@ def test_a_step_is_one_message_to_every_worker(cluster):
         for _ in range(3):
             driver.run(chunks, x, target)
         assert [after - was for after, was in zip(cluster.session.counts, before)] == [3, 3, 3, 0]
-    driver.close()
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -54,7 +54,6 @@ def test_workers_hold_as_many_activations_as_a_simulation_says(threads, schedule
         step.result()
         made = make_schedule(schedule, workers=workers, chunks=chunks, stages_per_worker=per_worker)
         assert [step.peak_live[rank] for rank in driver.ranks] == list(simulate(made).peak_live)
-    driver.close()
 
 
 def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
@@ -77,11 +76,6 @@ def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
             mine = [each for each in sends if each.to == to]
             assert values - was_values == len(mine)
             assert moved - was_bytes == sum(sizes["weight" if "weight" in each.value else "hidden"] for each in mine)
-    driver.close()
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def held(pid):
@@ -110,7 +104,6 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
     for pid, (threads, files, memory), (threads_now, files_now, memory_now) in zip(pids, before, after):
         assert threads_now <= threads and files_now <= files, pid
         assert memory_now - memory < 4096, f"process {pid} grew by {memory_now - memory} kB"
-    driver.close()
 
 
 def test_drivers_that_are_gone_leave_nothing_on_the_workers(cluster):
@@ -175,9 +168,7 @@ def test_the_acceptance_case_of_pippy(cluster, config, kind):
     for chunks in (5, 1, 100):
         driver.zero_grad()
         torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-10, atol=0)
-        for name, gradient in driver.gradients().items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-8, atol=1e-8)
-    driver.close()
+        assert_gradients(driver, plain, rtol=1e-8, atol=1e-8)
 
 
 class Watched(torch.autograd.Function):
@@ -232,7 +223,6 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
     assert arrived
     F.mse_loss(plain(x), target).backward()
     torch.testing.assert_close(driver.get_grad("first.weight"), plain.first.weight.grad)
-    driver.close()
 
 
 # What a step holds: storages that are alive are counted whenever a stage makes one more.
@@ -377,4 +367,3 @@ def test_inputs_are_on_the_device_from_their_forward_on(threads, monkeypatch, ch
         with torch.set_grad_enabled(trains):
             assert 1 <= most_held(lambda: driver.run(32, x, target))["inputs"] <= (most if trains else 2 * workers)
     torch.testing.assert_close(driver.run(32, x, target), loss_fn(model(x), target).detach())
-    driver.close()

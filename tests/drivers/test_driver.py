@@ -19,6 +19,7 @@ from pippy.drivers.driver.drivers import (
 from pippy.ir.base.trees import leaves, map_tensors
 from pippy.ir.call.signature import bind
 from pippy.ir.reference import run_microbatches
+from tests.comparisons import assert_gradients, assert_loss
 from tests.drivers.added_on_workers import add_as_workers_do
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
@@ -115,7 +116,6 @@ def test_the_zoo_under_other_schedules(workers, name):
     close(driver.run(4, *given), sum(expected))
     close(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
     close(driver.state_dict(), reference.state_dict())
-    driver.close()
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -127,13 +127,9 @@ def test_a_step_is_that_of_plain_pytorch(workers, schedule, checkpoint):
     driver = PipelineDriver(pipeline(model, nn.MSELoss()), workers, schedule=schedule, checkpoint=checkpoint)
     x, target = torch.randn(18, 8), torch.randn(18, 8)
     step = driver.run_async(9, x, target)
-    loss = nn.functional.mse_loss(plain(x), target)
-    loss.backward()
-    torch.testing.assert_close(step.result(), loss.detach(), rtol=1e-12, atol=0)
-    for name, gradient in driver.gradients().items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+    assert_loss(step.result(), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
     assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(9).peak_live)
-    driver.close()
 
 
 # With ``compile="graphs"`` the stages run as flat graphs, and everything is to the bit as without.

@@ -20,6 +20,7 @@ from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
+from tests.comparisons import assert_gradients
 from tests.drivers.failing_model import (
     ASLEEP,
     BACKWARD,
@@ -77,11 +78,7 @@ class Training:
         self.check_gradients()
 
     def check_gradients(self):
-        for name, gradient in self.driver.gradients().items():
-            theirs = self.plain.get_parameter(name).grad
-            assert (gradient is None) == (theirs is None)
-            if theirs is not None:
-                torch.testing.assert_close(gradient, theirs, rtol=1e-9, atol=1e-12)
+        assert_gradients(self.driver, self.plain, rtol=1e-9, atol=1e-12)
 
 
 STEPS = {
@@ -127,8 +124,6 @@ def test_a_step_that_fails_is_told_of_and_forgotten(cluster, case, accumulated):
     assert caught.value.worker == (3 if how == LOSS else 1)
     other.check()
     training.check()
-    training.driver.close()
-    other.driver.close()
 
 
 @pytest.mark.parametrize(("how", "place"), [(BACKWARD, "I1.1"), (None, "W1.1")])
@@ -151,7 +146,6 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
     assert (how is None and " at W" in str(caught.value)) or place in str(caught.value)
     monkeypatch.undo()
     training.check()
-    training.driver.close()
 
 
 @pytest.mark.parametrize("when", ["in the step", "after it"])
@@ -179,7 +173,6 @@ def test_a_reduction_that_fails_on_one_worker_counts_on_none(threads, monkeypatc
         assert not any(gradient is not None for gradient in training.driver.gradients().values())
         training.step()
     training.check()
-    training.driver.close()
 
 
 class Stubborn(torch.optim.SGD):
@@ -201,7 +194,6 @@ def test_an_optimizer_that_fails(cluster):
     good.step()
     torch.optim.SGD(training.plain.parameters(), lr=0.1).step()
     training.check()
-    training.driver.close()
 
 
 class Unloadable(torch.nn.Linear):
@@ -224,7 +216,6 @@ def test_a_stage_that_cannot_be_loaded(cluster):
         PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
     assert "a module that cannot be read" in str(caught.value)
     other.check()
-    other.driver.close()
 
 
 def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
@@ -244,7 +235,6 @@ def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
     monkeypatch.undo()
     training.plain.zero_grad()
     training.check()
-    training.driver.close()
 
 
 def test_an_input_that_cannot_be_pickled_reaches_nobody(cluster):
@@ -253,7 +243,6 @@ def test_an_input_that_cannot_be_pickled_reaches_nobody(cluster):
     with pytest.raises(Exception, match=r"pickle|opaque"):
         training.driver.run(CHUNKS, torch.randn(ROWS, 8), threading.Lock(), torch.randn(ROWS, 8))
     training.check()
-    training.driver.close()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -272,7 +261,6 @@ def test_steps_under_way_are_given_up_with_the_one_that_fails(cluster, which):
             step.result()
     training.driver.zero_grad()
     training.check()
-    training.driver.close()
 
 
 def test_gradients_are_dropped_once_though_the_step_that_should_was_given_up(cluster):
@@ -283,7 +271,6 @@ def test_gradients_are_dropped_once_though_the_step_that_should_was_given_up(clu
     with pytest.raises(StepError):
         training.fail(FORWARD, trap=0, microbatch=0)
     training.check()
-    training.driver.close()
 
 
 def test_the_mode_that_a_step_given_up_was_to_set(cluster):
@@ -294,7 +281,6 @@ def test_the_mode_that_a_step_given_up_was_to_set(cluster):
     assert training.driver.commands.flags_due
     training.driver.train()
     training.check()
-    training.driver.close()
 
 
 def test_two_failures_one_after_the_other_on_different_workers(cluster):
@@ -307,8 +293,6 @@ def test_two_failures_one_after_the_other_on_different_workers(cluster):
         other.fail(FORWARD)
     training.check()
     other.check()
-    training.driver.close()
-    other.driver.close()
 
 
 def test_several_workers_fail_in_one_step(cluster):
@@ -320,7 +304,6 @@ def test_several_workers_fail_in_one_step(cluster):
     with within(2.0), pytest.raises(StepError, match="a forward that fails"):
         training.driver.run(CHUNKS, torch.randn(ROWS, 8), given, torch.randn(ROWS, 8))
     training.check()
-    training.driver.close()
 
 
 @contextmanager
@@ -373,7 +356,6 @@ def test_ctrl_c_at_any_moment_of_posting(cluster):
                 training.start()
         training.driver.zero_grad()
     training.check()
-    training.driver.close()
 
 
 def test_ctrl_c_waits_for_the_end_of_a_block():

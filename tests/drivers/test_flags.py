@@ -14,36 +14,16 @@ from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.ir.base.errors import ModeError, StageError
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients, assert_state
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def batch(rows=7):
-    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
 
 
 def plain_step(model, loss, x, target):
     found = loss(model(x), target)
     found.backward()
     return found.detach()
-
-
-def assert_gradients(gradients, model):
-    for name, gradient in gradients.items():
-        expected = model.get_parameter(name).grad
-        assert (gradient is None) == (expected is None), name
-        if gradient is not None:
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
-
-
-def assert_state(driver, model):
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
 # requires_grad
@@ -66,12 +46,11 @@ def test_a_parameter_that_is_frozen_after_the_driver_was_made_does_not_move(thre
         x, target = torch.randn(7, 8), torch.randn(7, 8)
         expected = plain_step(plain, F.mse_loss, x, target)
         torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
         mine.step(), theirs.step()
         assert_state(driver, plain)
         if to:  # else what is frozen has a gradient from before, and moves once more, as in torch
             mine.zero_grad(), theirs.zero_grad()
-    driver.close()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -86,15 +65,14 @@ def test_parameters_that_freeze_and_thaw_in_any_order(threads, config, schedule)
     for step in range(8):
         for name in choose.sample(names, 3):
             freeze(name, model, plain, to=choose.random() < 0.4 or name == "last.weight")
-        x, target = batch()
+        x, target = tokens()
         expected = plain_step(plain, cross_entropy, x, target)
         torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-10, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
         mine.step(), theirs.step()
         if step % 3:
             mine.zero_grad(), theirs.zero_grad()
     assert_state(driver, plain)
-    driver.close()
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -109,13 +87,12 @@ def test_stages_that_train_nothing_any_more_and_train_again(threads, single):
         driver.zero_grad(), plain.zero_grad()
         expected = plain_step(plain, F.mse_loss, x, target)
         torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
     freeze("layers", model)
     with pytest.raises(StepError, match=r"every parameter that it depends on is frozen(.|\n)*no_grad"):
         driver.run(2, x, target)
     with torch.no_grad():  # as the message advises
         torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
-    driver.close()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -124,9 +101,9 @@ def test_the_reference_follows_requires_grad(config):
     plain, pipe = copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
     for name, to in (("embedding", False), ("first", False), ("embedding", True), ("norm", False)):
         freeze(name, model, plain, to=to)
-        x, target = batch()
+        x, target = tokens()
         torch.testing.assert_close(pipe(x, target), plain_step(plain, cross_entropy, x, target), rtol=1e-10, atol=0)
-        assert_gradients({name: pipe.get_grad(name) for name, _ in plain.named_parameters()}, plain)
+        assert_same_gradients(pipe, plain)
     freeze("", model)
     with pytest.raises(StageError, match="frozen"):
         pipe(x, target)
@@ -196,7 +173,6 @@ def test_whoever_is_switched_all_that_stands_for_it_is(threads, first, second):
         assert {name: each.training for name, each in pipe.named_modules()} == {
             name: each.training for name, each in plain.named_modules()
         }
-    driver.close()
 
 
 class Auxiliary(nn.Module):
@@ -222,7 +198,6 @@ def test_a_model_that_is_bound_to_its_mode_refuses_the_other_whoever_is_switched
         assert threads.session.counts == before
         pipe.train()  # as the message advises
         torch.testing.assert_close(run(x), model(x))
-    driver.close()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -304,9 +279,7 @@ def check_steps(driver, plain, steps=2):
     for _ in range(steps):
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
-        loss = F.mse_loss(plain(x), target)
-        loss.backward()
-        torch.testing.assert_close(driver.run(3, x, target), loss.detach())
+        assert_loss(driver.run(3, x, target), F.mse_loss(plain(x), target))
         for name, gradient in driver.gradients().items():
             expected = plain.get_parameter(name).grad
             assert gradient is expected is None or torch.allclose(gradient, expected)
@@ -360,8 +333,6 @@ def test_a_frozen_parameter_that_several_stages_use(threads, config):
     pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
     driver = PipelineDriver1F1B(pipe, threads, check=False)
     x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
-    loss = cross_entropy(plain(x), target)
-    loss.backward()
-    torch.testing.assert_close(driver.run(3, x, target), loss.detach())
+    assert_loss(driver.run(3, x, target), cross_entropy(plain(x), target))
     for name, gradient in driver.gradients().items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad)

@@ -9,6 +9,7 @@ from torch import fx, nn
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
+from tests.comparisons import assert_gradients, assert_state, update
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -69,11 +70,7 @@ class Both:
             self.driver.run(2, self.bad, self.target)
 
     def check(self):
-        for name, mine in self.driver.gradients().items():
-            theirs = self.plain.get_parameter(name).grad
-            assert (mine is None) == (theirs is None), name
-            if mine is not None:
-                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+        assert_gradients(self.driver, self.plain)
 
 
 @pytest.fixture
@@ -90,11 +87,8 @@ def test_an_optimizer_step_waits_for_runs_that_nobody_waited_for(both):
     for _ in range(3):
         both.driver.run_async(2, both.x, both.target)
         both.run_plain()
-        for each in (mine, theirs):
-            each.step()
-            each.zero_grad()
-    for name, tensor in both.driver.state_dict().items():
-        torch.testing.assert_close(tensor, both.plain.state_dict()[name], rtol=1e-10, atol=1e-13)
+        update(mine, theirs)
+    assert_state(both.driver, both.plain, rtol=1e-10, atol=1e-13)
 
 
 def test_gradients_can_be_read_while_a_run_is_under_way(both):
@@ -223,4 +217,3 @@ def test_clipping_by_a_norm_that_is_no_number_spreads_it_as_torch_does(cluster):
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for name, gradient in driver.gradients().items():
         assert torch.equal(gradient.isnan(), plain.get_parameter(name).grad.isnan()), name
-    driver.close()

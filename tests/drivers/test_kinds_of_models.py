@@ -18,7 +18,7 @@ from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.merge import Sum
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.errors import InputError, PippyWarning
-from tests.comparisons import assert_same, run_plain, twin
+from tests.comparisons import assert_gradients, assert_loss, assert_same, run_plain, twin
 from tests.ir.cut.test_ways import MODELS, TARGET, Critic, Net, X, penalized_silently, penalty_of
 from tests.ir.trace.test_exported import Blocks, Called, exported, ids, numbers
 from tests.ir.trace.test_function_transforms import MSE, TRANSFORMED, copy_of, kept
@@ -64,11 +64,6 @@ def plain_step(model, x, target):
     return loss.detach()
 
 
-def assert_gradients(gradients, plain):
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-13, msg=name)
-
-
 OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 
 
@@ -85,7 +80,7 @@ def test_gradients_are_those_of_the_plain_model(threads, options):
         driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads, schedule=schedule)
         for _ in range(2):
             torch.testing.assert_close(driver.run(3, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
         driver.close()
 
 
@@ -98,7 +93,6 @@ def test_autocast_around_the_step(threads, reentrant):
         assert torch.equal(driver.run(1, x, target), plain_step(plain, x, target))
     for name, gradient in driver.gradients().items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-2, atol=1e-4, msg=name)
-    driver.close()
 
 
 class Scaled(nn.Module):
@@ -162,9 +156,7 @@ def check_steps(driver, plain, loss_fn):
     for _ in range(2):
         plain.zero_grad()
         driver.zero_grad()
-        loss = loss_fn(plain(X.clone()), TARGET)
-        loss.backward()
-        torch.testing.assert_close(driver.run(3, X.clone(), TARGET), loss.detach(), rtol=1e-12, atol=1e-14)
+        assert_loss(driver.run(3, X.clone(), TARGET), loss_fn(plain(X.clone()), TARGET), rtol=1e-12, atol=1e-14)
         found = driver.gradients()
         for name, parameter in plain.named_parameters():
             if parameter.grad is not None:
@@ -243,7 +235,6 @@ def test_a_driver_runs_it_with_micro_batches_of_any_size(threads):
             assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
     with pytest.raises(InputError, match=r"size\(\)\[1\] > 3"):
         driver.run(1, {"ids": ids(5, 3)}, **kwargs)
-    driver.close()
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -259,7 +250,6 @@ def test_its_buffers_change_once_in_a_step(checkpoint, threads):
         for name, parameter in plain.named_parameters():
             assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
     assert_same(driver.state_dict(), plain.state_dict(), "state")
-    driver.close()
 
 
 def test_a_program_of_fixed_rows_runs_micro_batches_of_these(threads):
@@ -270,7 +260,6 @@ def test_a_program_of_fixed_rows_runs_micro_batches_of_these(threads):
     assert_same(driver.run(3, x, target), run_plain(plain, nn.MSELoss(), None, (x,), target), "loss")
     with pytest.raises(InputError, match=r"x\.size\(0\) is 3; .*it was 2"):
         driver.run(2, x, target)
-    driver.close()
 
 
 # A model that one stage calls as a whole trains on a worker as the plain model does, whichever way its forward branches.
@@ -292,7 +281,6 @@ def test_its_steps_on_a_worker_are_those_of_the_plain_model(cluster):
     assert_same(driver.state_dict(), plain.state_dict(), "state")
     driver.copy_to(start)
     assert_same(start.state_dict(), plain.state_dict(), "state")
-    driver.close()
 
 
 # Layers that are called with other tensors than their own train as in the plain model. Each ran with its own, silently.
@@ -452,4 +440,3 @@ def test_parametrized_modules_travel(norm, on, schedule, request):
     assert list(state) == names
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(state[name], tensor)
-    driver.close()

@@ -10,7 +10,7 @@ from pippy import LayerSpec, Pipe, PipelineDriver1F1B, SplitPoint, TiedLayerSpec
 from pippy.balance.balancer import Balancer
 from pippy.drivers.base.errors import StepError
 from pippy.ir.base.errors import InitializationError, TracingError
-from tests.comparisons import assert_same_training
+from tests.comparisons import assert_loss, assert_same_training
 
 
 def test_workers_run_functions_among_layers(threads):
@@ -21,9 +21,7 @@ def test_workers_run_functions_among_layers(threads):
     driver = PipelineDriver1F1B(pipe, threads)
     loss = driver.run(3, x, x[:, :1])
     hidden = torch.relu(linear(x))
-    expected = nn.functional.mse_loss(last(torch.cat([hidden, 2 * hidden], 1).flip(1)), x[:, :1])
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
+    assert_loss(loss, nn.functional.mse_loss(last(torch.cat([hidden, 2 * hidden], 1).flip(1)), x[:, :1]))
     torch.testing.assert_close(driver.get_grad("0.weight"), linear.weight.grad)
 
 
@@ -217,7 +215,6 @@ def test_it_trains_as_the_plain_model(made, cluster):
     gradients = driver.gradients()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name.removeprefix("_orig_mod.")], parameter.grad)
-    driver.close()
 
 
 def test_names_are_those_of_the_model_inside(threads):

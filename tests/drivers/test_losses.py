@@ -18,6 +18,7 @@ from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriv
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.ir.base.trees import leaves
+from tests.comparisons import assert_gradients
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -370,8 +371,7 @@ def step(threads, name, kind=PipelineDriver, **options):
         wanted = loss_fn(plain(IDS), LABELS) if loss_fn else plain(IDS, LABELS)
         wanted.backward()
         torch.testing.assert_close(loss, wanted.detach())
-        for path, parameter in plain.named_parameters():
-            torch.testing.assert_close(driver.get_grad(path), parameter.grad, msg=path)
+        assert_gradients(driver, plain)
         with torch.no_grad():
             torch.testing.assert_close(driver.run(3, IDS, LABELS), wanted.detach())
     finally:
@@ -462,7 +462,6 @@ def test_documents_by_their_ends(threads, in_float64, schedule):
     assert torch.allclose(made, loss)
     for name, gradient in driver.gradients().items():
         assert torch.allclose(gradient, plain.get_parameter(name).grad), name
-    driver.close()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -487,4 +486,3 @@ def test_documents_by_their_positions_in_a_model_of_transformers(threads, in_flo
     assert torch.allclose(made.double(), loss.double(), rtol=1e-6)  # it is made in float32
     for name, gradient in driver.gradients().items():
         assert torch.allclose(gradient, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-8), name
-    driver.close()

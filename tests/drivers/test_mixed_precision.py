@@ -13,7 +13,8 @@ from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.protocol.state import GiveState
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import update
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -39,10 +40,6 @@ class MasterByHand:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def batch(dtype, rows=8):
@@ -83,7 +80,6 @@ def test_copies_in_float32_are_those_of_plain_pytorch_to_the_bit(threads, schedu
     for name, state in mine.state_dict()["state"].items():
         assert torch.equal(state["master_parameter"], theirs.masters[name])
         assert torch.equal(state["exp_avg"], theirs.optimizer.state[theirs.masters[name]]["exp_avg"])
-    driver.close()
 
 
 def saved(state):
@@ -97,8 +93,7 @@ def saved(state):
 def steps(driver, optimizer, batches):
     for x, target in batches:
         driver.run(1, x, target)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -158,7 +153,6 @@ def test_copies_follow_parameters_that_are_loaded(threads):
     assert_same(driver, plain)
     for name, state in optimizer.state_dict()["state"].items():
         assert torch.equal(state["master_parameter"], theirs.masters[name])
-    driver.close()
 
 
 def test_what_is_wrong_with_copies_is_said_before_anything_is_sent(threads):
@@ -172,7 +166,6 @@ def test_what_is_wrong_with_copies_is_said_before_anything_is_sent(threads):
     without = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(OptimizerError, match=r"master_dtype=torch\.float32"):
         without.load_state_dict(with_copies.state_dict())
-    driver.close()
 
 
 # A scaled loss on workers follows `torch.amp.GradScaler`: the numbers, the steps that are skipped, the scale, the states.
@@ -228,7 +221,6 @@ def test_autocast_to_float16_follows_the_scaler_of_torch(threads, schedule, opti
         assert_close_state(driver, plain)
     assert scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]
     assert scaler.state_dict() == torchs.state_dict()
-    driver.close()
 
 
 def test_float16_parameters_with_copies_in_float32_to_the_bit(threads):
@@ -263,7 +255,6 @@ def test_float16_parameters_with_copies_in_float32_to_the_bit(threads):
         assert scaler.get_scale() == torchs.get_scale()
         assert all(torch.equal(its, driver.state_dict()[name]) for name, its in plain.state_dict().items())
     assert 0 < skipped < 7
-    driver.close()
 
 
 class WithGain(nn.Module):
@@ -313,7 +304,6 @@ def test_two_optimizers_skip_by_themselves_and_a_step_is_two_messages(threads, a
         plain.gain.data.zero_()
         driver.load_state_dict({"gain": torch.zeros(8)}, strict=False)
         assert_close_state(driver, plain)
-    driver.close()
 
 
 def test_an_infinity_is_dropped_with_its_gradients(threads):
@@ -339,7 +329,6 @@ def test_an_infinity_is_dropped_with_its_gradients(threads):
         assert torch.equal(driver.state_dict()["gain"], before)
         scaler.update(2.0**38)
         driver.load_state_dict({"gain": torch.zeros(8)}, strict=False)
-    driver.close()
 
 
 class SharedGain(WithGain):
@@ -366,7 +355,6 @@ def test_an_infinity_of_one_copy_is_known_to_all(threads):
         assert torch.equal(driver.state_dict()["gain"], before["gain"]) == skips
     one, other = (fetched(driver, *place) for place in driver.placed.locations("gain"))
     assert torch.equal(one, other)
-    driver.close()
 
 
 def fetched(driver, worker, place):
@@ -395,7 +383,6 @@ def test_states_are_those_of_torch(threads):
     off.step(optimizer)
     off.update()
     assert not torch.equal(before["layers.0.weight"], driver.state_dict()["layers.0.weight"])
-    driver.close()
 
 
 def test_what_is_wrong_says_what_to_do(threads):
@@ -437,4 +424,3 @@ def test_what_is_wrong_says_what_to_do(threads):
     driver = PipelineDriver1F1B(pipeline(Chain(2)), threads)
     with pytest.raises(DriverError, match="loss_fn"):
         driver.instantiate_grad_scaler()
-    driver.close()

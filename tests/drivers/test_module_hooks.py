@@ -10,7 +10,7 @@ from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.errors import PippyWarning
 from pippy.ir.base.errors import ModeError, TracingError
-from tests.comparisons import assert_same_gradients
+from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64", "seeded"),
@@ -289,9 +289,7 @@ def test_what_they_keep_is_a_value_of_the_graph(kind, with_example, called_befor
     assert list(FEATURES.values()) == kept  # nothing of the trace is left
     assert not any(isinstance(each, fx.Proxy) for each in model.seen)
     plain = again(model)
-    expected = MSE(plain(x), target)
-    expected.backward()
-    torch.testing.assert_close(pipe(x, target).detach(), expected.detach())
+    assert_loss(pipe(x, target).detach(), MSE(plain(x), target))
     assert_same_gradients(pipe, plain)
 
 
@@ -301,8 +299,7 @@ def test_workers_compute_it(threads):
     MSE(plain(x), target).backward()
     driver = PipelineDriver1F1B(pipeline(model, MSE), threads)
     driver.run(3, x, target)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    assert_gradients(driver, plain)
 
 
 class Looks(Net):

@@ -34,7 +34,7 @@ from pippy import (
 from pippy.drivers.base.errors import StepError
 from pippy.ir.base.errors import SharedParameterError, SplitError
 from pippy.ir.base.trees import leaves, map_tensors
-from tests.comparisons import assert_same, find_loss
+from tests.comparisons import assert_same, find_loss, update
 from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 from tests.test_random_models import WIDTH, Random, programs
 
@@ -314,9 +314,7 @@ def run_steps(example: Example, plain: nn.Module, model: nn.Module, driver: Pipe
         for name, gradient in driver.gradients().items():
             assert (gradient is None) == (plain.get_parameter(name).grad is None), name
             same(gradient, plain.get_parameter(name).grad, name)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(mine, theirs)
         same(driver.state_dict(), plain.state_dict(), "state")
         for each in (model, plain):
             if example.frozen is not None:

@@ -19,7 +19,8 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_state
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy
 from tests.drivers.test_driver import assert_bits, build
 from tests.zoo import exhibits
 
@@ -186,10 +187,6 @@ def test_nothing_is_kept_of_a_graph_and_each_forward_runs_once_more(threads):
         assert notes_of(pipe, threads, checkpoint="always") == [(False, False, 0)] * 4
 
 
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 RUNS = [
     (MultiUseParameterConfig.TRANSMIT, "1f1b", "always"),
     (MultiUseParameterConfig.REPLICATE, "zb_h1", {0: "always", 1: "except_last", 3: "always"}),
@@ -216,9 +213,7 @@ def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
         theirs.step()
     for step, loss in zip(steps, expected):
         torch.testing.assert_close(step.result(), loss.detach(), rtol=1e-9, atol=0)
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
-    driver.close()
+    assert_state(driver, plain)
 
 
 class Aside(nn.Module):
@@ -246,7 +241,6 @@ def test_a_program_that_computes_again_what_has_no_backward(threads):
     by_hand = PipelineDriver(pipe, threads, schedule=parse_program(text), loss_reduction="mean")
     assert torch.equal(by_hand.run(2, *given)["loss"], loss)
     by_hand.close()
-    driver.close()
 
 
 def test_a_single_loss(threads):
@@ -383,7 +377,6 @@ def test_a_step_that_fails_where_it_computes_again(threads):
     driver.zero_grad()
     assert torch.equal(driver.run(2, *given), loss)
     assert_bits(driver.gradients(), gradients)
-    driver.close()
 
 
 class Clock(nn.Module):
@@ -403,7 +396,6 @@ def test_a_stage_that_cannot_be_repeated_is_refused(threads):
         as_pipe(nn.Sequential(nn.Linear(8, 8), Layers(Clock, 2))), threads, checkpoint={}, check=False
     )
     driver.run(2, *given)
-    driver.close()
 
 
 class Doubles(nn.Module):
@@ -447,7 +439,6 @@ def test_the_outputs_beside_the_loss_and_a_recording(threads):
         found = driver.run(2, *given, outputs=True)
     torch.testing.assert_close(found.outputs, model(given[0]).detach())
     assert "R1" in recording.steps[-1].durations()
-    driver.close()
 
 
 def test_unknown_modes_and_stages_are_refused_before_anything_is_sent(threads):

@@ -136,7 +136,6 @@ def test_one_thread_sends_steps_and_another_takes_the_results(threads):
         results = together(*[step.result for step in steps], *[step.result for step in reversed(steps)])
         last = driver.run_async(3, trained.x, trained.target)
     torch.testing.assert_close([*results, last.result()], [trained.expected[0]] * 11, rtol=1e-9, atol=0)
-    driver.close()
 
 
 def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
@@ -149,7 +148,6 @@ def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
 
     together(fail, lambda: trained.check(threads))
     failing.check()
-    failing.driver.close()
 
 
 def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
@@ -178,7 +176,6 @@ def test_ctrl_c_while_another_thread_takes_the_results(threads):
         with pytest.raises(StepError, match="KeyboardInterrupt"):
             waiting.result(30)
     training.check()
-    training.driver.close()
 
 
 # A step that is sent ahead is at the workers before the one that runs is answered: by events and counts, not by time.
@@ -226,4 +223,3 @@ def test_the_next_step_is_in_every_inbox_before_this_one_is_answered(threads, ga
     RELEASED.set()
     assert all(torch.equal(step.result(), first) for step in [running, *ahead])
     assert [len(messages) for messages in queues] == [0, 0]
-    driver.close()

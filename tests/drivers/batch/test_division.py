@@ -282,7 +282,6 @@ def test_micro_batches_are_of_the_kind_that_the_example_was(threads):
     assert torch.equal(driver.run(2, MicroBatches(pieces)), driver.run(2, torch.cat(pieces), 1.0)[:4])
     with pytest.raises(InputError, match=r"x, micro-batch 1, is float32\[2\]; in the example .* 2 dimensions"):
         driver.run(2, MicroBatches([torch.ones(3, 2), torch.ones(2)]))
-    driver.close()
 
 
 # Sequences cut into slices: what each micro-batch gets, wherever its rows are held, and what is joined of it again.

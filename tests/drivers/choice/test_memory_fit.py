@@ -86,7 +86,6 @@ def test_all_steps_fit_and_give_the_numbers_of_the_plain_model(threads, pipe, x)
     assert choice.measured and choice.problem.limits == (MemoryLimit(limits),)
     assert driver.program(8).computations == choice.program.computations
     assert "<- chosen" in str(choice) and "of " in str(choice)
-    driver.close()
 
 
 @pytest.mark.filterwarnings("ignore:the first step was not checked")  # there is room for a step, and no more
@@ -104,7 +103,6 @@ def test_what_is_advised_works(threads, x):
     driver.close()
     more = auto(pipe, threads, limit * 99 // 100 - 20, world_size=3)
     assert torch.isfinite(more.run(4, x, x))
-    more.close()
 
 
 def test_the_number_of_micro_batches_is_chosen_where_it_is_left_out(threads, pipe, x):
@@ -121,7 +119,6 @@ def test_the_number_of_micro_batches_is_chosen_where_it_is_left_out(threads, pip
     with torch.no_grad():
         torch.testing.assert_close(driver.run(None, x, x), losses[0], rtol=1e-12, atol=0)
     assert torch.isfinite(driver.run(None, x[:5], x[:5]))  # another number of rows
-    driver.close()
 
 
 def test_larger_shapes_are_counted_anew_and_smaller_ones_not(threads, pipe, x):
@@ -140,7 +137,6 @@ def test_larger_shapes_are_counted_anew_and_smaller_ones_not(threads, pipe, x):
     with pytest.raises(DriverError, match="is too little"):
         driver.run(4, more, more)
     assert torch.isfinite(driver.run(4, x, x)) and driver.choice is large
-    driver.close()
 
 
 def test_a_mode_that_is_given_stays(threads, pipe, x):
@@ -197,7 +193,6 @@ def test_the_number_of_micro_batches_is_left_out_where_nothing_chooses_it(thread
         driver.program(4)
     driver.run(4, x, x)
     assert driver.program(4).chunks == 4
-    driver.close()
 
 
 def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
@@ -217,7 +212,6 @@ def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
     driver.instantiate_optimizer(torch.optim.AdamW)
     with pytest.raises(DriverError, match=r"holds .* optimizer.*What would fit: memory="):
         driver.run(8, x, x)
-    driver.close()
 
 
 class OfNumbers(nn.Module):

@@ -24,6 +24,7 @@ from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.drivers.worker.measure.recorder import Recorder
 from pippy.ir.base.errors import InputError
+from tests.comparisons import update
 
 STAGES = 4
 
@@ -75,8 +76,7 @@ def errors(driver, chunks, *args, optimizer_class=torch.optim.AdamW, **kwargs):
     optimizer = driver.instantiate_optimizer(optimizer_class, lr=0.01)
     for _ in range(2):  # the first step looks at more than others do
         driver.run(chunks, *args, **kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     with driver.record(memory=True) as recording:
         driver.run(chunks, *args, **kwargs)
     counted = driver.memory(chunks, *args, **kwargs)
@@ -327,7 +327,6 @@ def test_nothing_is_computed_and_nothing_changes(threads):
         "no",
         "the",
     ]
-    driver.close()
 
 
 def test_the_example_of_the_pipe_is_the_mini_batch_or_tensors_without_numbers(threads):
@@ -343,7 +342,6 @@ def test_the_example_of_the_pipe_is_the_mini_batch_or_tensors_without_numbers(th
         driver.memory(4)
     with pytest.raises(OptimizerError, match="optimizer='adam': give a class"):
         driver.memory(4, x, x, optimizer="adam")
-    driver.close()
 
 
 def test_the_state_of_optimizers(threads):
@@ -360,7 +358,6 @@ def test_the_state_of_optimizers(threads):
     found = driver.memory(2, x, x)
     assert [each.optimizer for each in found.sizes.stages] == [2 * 4 * numbers[0], 0]
     assert "no optimizer yet" not in str(found)
-    driver.close()
 
 
 def test_steps_without_gradients_and_the_largest_micro_batch(threads):
@@ -370,7 +367,6 @@ def test_steps_without_gradients_and_the_largest_micro_batch(threads):
         found = driver.memory(4, x, x)
     assert all(each.peak.gradients == each.peak.kept == 0 for each in found.workers)
     assert driver.memory(4, x, x).sizes.values["tanh"] == 3 * 16 * 4, "10 rows are 3, 3, 2 and 2"
-    driver.close()
 
 
 class DependsOnNumbers(nn.Module):
@@ -402,7 +398,6 @@ def test_a_model_that_fake_tensors_cannot_run_is_refused_and_a_step_can_be_measu
     single = PipelineDriverFillDrain(pipeline(Net(), nn.MSELoss()), threads, single_loss=True)
     with pytest.raises(DriverError, match=r"cannot count a step with single_loss=True.*record\(memory=True\)"):
         single.memory(2, x, x)
-    single.close()
 
 
 def test_a_batch_norm_that_averages_all_it_has_seen_is_counted_like_another(threads):
@@ -424,7 +419,6 @@ def test_over_time(threads):
     for series, held in zip(driver.memory(4, x, x).series, driver.memory(4, x, x).workers):
         assert max(most for _, most, _ in series) == held.peak.total
         assert series[-1][0] == "end" and "R" in {name[0] for name, _, _ in series}
-    driver.close()
 
 
 def test_the_report_draws_what_was_counted_beside_what_was_measured(threads, tmp_path):
@@ -446,7 +440,6 @@ def test_the_report_draws_what_was_counted_beside_what_was_measured(threads, tmp
     recording.report(tmp_path / "report.html", memory=counted)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<polyline") == len(re.findall("<figcaption>.*?: at its peak counted", page)) == 2
-    driver.close()
 
 
 def test_a_storage_at_an_address_that_was_used_before_is_a_new_one():

@@ -32,6 +32,7 @@ from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.drivers import PipelineDriverFillDrain
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.ir.base.errors import InputError
+from tests.comparisons import update
 from tests.drivers.model.recovery.runs import opened
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
@@ -314,7 +315,6 @@ def test_replicas_of_the_pipeline_take_their_shares(cluster, how):
         driver.steps.settings.loss_reduction = counted
         with pytest.raises(DriverError, match="by index, or all as tensors"):
             driver.run(2, x[:10], loader.batch(range(10))[1])
-    driver.close()
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,6 @@ def test_each_replica_loads_its_own_rows(four, kind, options, own):
         share = range(6) if worker < 2 else range(6, 10)
         last = worker % 2 == 1  # it weighs the losses by the targets of all
         assert seen == {index for index in range(20, ROWS) if last or not own or index % 10 in share}
-    driver.close()
 
 
 def test_replicas_of_rows_that_draw_are_those_of_one_pipeline(cluster):
@@ -733,14 +732,12 @@ def test_a_worker_that_takes_the_place_of_another_gets_the_dataset(tmp_path):
             found = []
             for batch in loader:
                 found.append(driver.run(2, *batch))
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             return found
 
         batches = iter(loader)
         driver.run(2, *next(batches))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         driver.save(tmp_path, optimizer=optimizer, loader=loader)
         wanted = losses()
         assert len(wanted) == 4

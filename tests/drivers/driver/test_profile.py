@@ -182,7 +182,6 @@ def test_replicas_have_rows_with_the_sums_of_their_gradients(cluster, tmp_path):
     assert rows(events) == [f"worker{at}: replica {at // 2}, stage {at % 2}" for at in range(4)]
     ran = Counter(" ".join(each["name"].split()[:2]) for each in events if each.get("cat") == "user_annotation")
     assert ran["send sum"] == ran["receive sum"] == ran["send gradients"] == ran["receive gradients"] > 0, ran
-    driver.close()
 
 
 def test_stages_of_one_worker_share_a_row_and_halves_have_their_names(cluster, tmp_path):
@@ -193,7 +192,6 @@ def test_stages_of_one_worker_share_a_row_and_halves_have_their_names(cluster, t
     assert rows(events) == ["worker0: stages 0, 3", "worker1: stages 1, 2"]
     computed = {name for pid, name in spans(events, "user_annotation") if pid == min(named(events))}
     assert {f"{op}{stage}.{chunk}" for op in "FIW" for stage in (0, 3) for chunk in range(CHUNKS)} <= computed
-    driver.close()
 
 
 def test_a_step_that_fails_is_in_the_file(cluster, tmp_path):
@@ -206,7 +204,6 @@ def test_a_step_that_fails_is_in_the_file(cluster, tmp_path):
     names = [each["name"] for each in events_of(tmp_path / "trace.json")]
     assert "F2.0" in names
     assert "F2.1" not in names
-    driver.close()
 
 
 def test_where_a_worker_is_lost_the_error_says_that_there_is_no_file(alone, tmp_path):

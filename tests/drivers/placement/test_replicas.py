@@ -26,6 +26,7 @@ from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, Wo
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.protocol.state import GiveState
 from pippy.ir.run.batch_norm import DeferredBatchNorm
+from tests.comparisons import assert_gradients, assert_loss, update
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import stop, within
 
@@ -80,18 +81,13 @@ def test_training_is_that_of_plain_pytorch_on_the_whole_batch(cluster, schedule,
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(4):  # the third and fourth are one update
         x, target = batch(rows=11 + step)
-        expected = nn.functional.mse_loss(plain(x), target)
-        expected.backward()
-        torch.testing.assert_close(driver.run(chunks, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
+        assert_loss(driver.run(chunks, x, target), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=1e-12)
         if step == 2:
             continue
         ours = driver.clip_grad_norm_(0.05)
         torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(plain.parameters(), 0.05), rtol=1e-12, atol=1e-12)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
     with torch.no_grad():
@@ -127,12 +123,8 @@ def test_tied_parameters(cluster, tied):
     for _ in range(3):
         x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
         target[3:, 2:] = -100  # the second replica has fewer targets
-        expected = loss(plain(x).flatten(0, 1), target.flatten())
-        expected.backward()
-        torch.testing.assert_close(driver.run(3, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_loss(driver.run(3, x, target), loss(plain(x).flatten(0, 1), target.flatten()), rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
 
@@ -279,7 +271,6 @@ def test_the_notes_of_a_step_are_one_message_for_each_twin(threads):
     assert [values for values, _ in sent[True]] == [values + 1 for values, _ in sent[False]]
     size = 2 * 4 * 8 * 2 * 2  # mean and variance of four channels, of two norms on two micro-batches
     assert all(size <= more - less <= size + 64 for (_, more), (_, less) in zip(sent[True], sent[False]))
-    driver.close()
 
 
 def test_a_worker_that_waits_for_notes_says_so(alone):
@@ -349,8 +340,7 @@ def sent_to_twins(threads, driver, optimizer, steps):
     for _ in range(steps):
         before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
         driver.run(4, x, target)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         found = []
         for worker, (counts, old) in enumerate(zip(sent, before)):
             twin = (worker + 2) % 4
@@ -369,7 +359,6 @@ def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucke
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     for sent in sent_to_twins(threads, driver, optimizer, 3):
         assert sent == expected_of_twins(), "the gradients that the other adds up, and the sums of this one"
-    driver.close()
 
 
 @pytest.mark.parametrize("out_of_order", [False, True])
@@ -389,8 +378,7 @@ def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monk
     for _ in range(2):
         sent.clear()
         driver.run(4, torch.randn(8, 4), torch.randn(8, 4))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     # each worker has two stages, of each of which it adds up the weight or the bias
     assert sorted(sent) == [
         (w, (w + 2) % 4, f"send gradients of stage {stage} part {1 - w // 2} to {(w + 2) % 4}")
@@ -402,7 +390,6 @@ def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monk
             max(at for at, each in enumerate(order) if each.stage == stage) for stage in (worker % 2, worker % 2 + 2)
         ]
         assert last[1] < last[0], "the later stage is over while the earlier one still computes"
-    driver.close()
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -434,16 +421,14 @@ def test_a_step_that_fails_when_gradients_have_left_leaves_those_of_before(clust
     optimizer, (x, y) = driver.instantiate_optimizer(torch.optim.SGD, lr=0.0), torch.randn(2, 8, 4)
     for _ in range(2):  # the next two calls make an update, too
         driver.run(4, x, y)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     driver.run(4, x, y)
     with pytest.raises(StepError, match="too low"):
         driver.run(4, 1e3 * x, y)
     driver.run(4, x + 1, y)
     for each in (x, x + 1):
         nn.functional.mse_loss(plain(each), y).backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
+    assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_scaler_skips_on_all_replicas(cluster):
@@ -469,8 +454,7 @@ def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
     for driver, optimizer in zip((one, two), optimizers):
         for _ in range(2):
             driver.run(4, x, target)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     path = two.save(tmp_path, optimizer=optimizers[1], step=1)
     alone = one.save(tmp_path / "one", optimizer=optimizers[0], step=1)
     sizes = [sorted(each.stat().st_size for each in Path(folder).glob("*.safetensors")) for folder in (path, alone)]
@@ -482,8 +466,7 @@ def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
         driver.load(path, optimizer=optimizer)
         for _ in range(2):
             driver.run(4, x, target)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     check_replicas_are_equal(two)
     check_state(two, one)
     for name, state in optimizers[0].state_dict()["state"].items():
@@ -500,12 +483,8 @@ def test_several_stages_on_each_worker(cluster, schedule):
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
-        expected = nn.functional.mse_loss(plain(x), target)
-        expected.backward()
-        torch.testing.assert_close(driver.run(5, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_loss(driver.run(5, x, target), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
 
@@ -514,11 +493,8 @@ def test_several_stages_on_each_worker(cluster, schedule):
 def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order):
     x, target = batch(8)
     driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, out_of_order=out_of_order)
-    loss = nn.functional.mse_loss((plain := Plain())(x), target)
-    loss.backward()
-    torch.testing.assert_close(driver.run(4, x, target), loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
+    assert_loss(driver.run(4, x, target), nn.functional.mse_loss((plain := Plain())(x), target), rtol=1e-12, atol=1e-12)
+    assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
 
 
 def states(cluster, driver):
@@ -544,8 +520,7 @@ def test_a_divided_state_is_there_once_and_the_numbers_are_the_same(threads, tmp
             if step == 2:
                 driver.run(4, x + 1, target)
             norms.append(driver.clip_grad_norm_(0.01))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         assert norms[0] == norms[1]
     for name, value in whole.state_dict().items():
         assert torch.equal(value, divided.state_dict()[name]), name
@@ -574,7 +549,6 @@ def test_with_a_divided_state_gradients_go_one_way_and_parameters_the_other(thre
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
     *_, last = sent_to_twins(threads, driver, optimizer, 2)
     assert last == expected_of_twins()
-    driver.close()
 
 
 def test_optimizers_of_which_one_is_divided(cluster):
@@ -593,8 +567,7 @@ def test_optimizers_of_which_one_is_divided(cluster):
         driver.run(4, x, target)
         nn.functional.mse_loss(plain(x), target).backward()
         for each in (ours[step % 2], theirs[step % 2]):  # the gradients of the other are kept
-            each.step()
-            each.zero_grad()
+            update(each)
         for name, parameter in named.items():
             gradient = driver.get_grad(name)
             assert (gradient is None) == (parameter.grad is None)
@@ -631,8 +604,7 @@ def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_
             optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, divide_state=True)
             for step in range(3):
                 driver.run(4, x, target)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 if step == 1 and lost:
                     driver.save(tmp_path, optimizer=optimizer, step=step)
                     what = r"waits for (gradients|sum) of stage 1 part \d of step \d+, from worker 3"

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
@@ -24,12 +23,8 @@ from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import measured_costs
 from pippy.drivers.worker.measure.recorder import ProcessMemory
 from pippy.ir.pipe import compiled_of
-from tests.drivers.models import Chain, TiedLanguage
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy
 from tests.drivers.synthetic_steps import stepped
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def record(driver, steps, *arguments, limit=100):
@@ -67,7 +62,6 @@ def test_a_recorded_step_has_all_computations_in_the_order_of_the_program(cluste
         f"{op}{stage}": 4 for op in "FB" for stage in range(3)
     }
     assert "<svg" in render_svg(step.timeline)
-    driver.close()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -89,7 +83,6 @@ def test_all_time_of_a_real_step_has_its_cause(cluster, schedule):
                 for each in activities
                 if (cause := each.cause) in (Cause.SENDING, Cause.TRANSFER, Cause.WAITING)
             )
-    driver.close()
 
 
 def test_the_clocks_of_the_workers_agree(cluster):
@@ -108,7 +101,6 @@ def test_the_clocks_of_the_workers_agree(cluster):
     assert step.clock_errors == (0.0, 0.0, 0.0)
     assert step.posted <= min(each.began for each in step.noted) <= max(each.ended for each in step.noted)
     assert max(each.ended for each in step.noted) <= step.answered
-    driver.close()
 
 
 def test_bytes_are_counted_by_value_and_edge(cluster):
@@ -116,7 +108,6 @@ def test_bytes_are_counted_by_value_and_edge(cluster):
     (step,) = record(driver, 1, 4, torch.randn(8, 8), torch.randn(8, 8)).steps
     found = {(each.source, each.to): (each.times, each.bytes) for each in step.traffic()}
     assert found == dict.fromkeys([(0, 1), (1, 2), (1, 0), (2, 1)], (4, 8 * 8 * 4))
-    driver.close()
 
 
 def test_adding_up_the_gradients_of_copies_is_a_cause_of_its_own(cluster):
@@ -127,7 +118,6 @@ def test_adding_up_the_gradients_of_copies_is_a_cause_of_its_own(cluster):
     holders = [any(each.kind.adds_up for each in order) for order in driver.program(2).orders]
     assert ["adding up" in spent for spent in step.spent()] == holders and True in holders
     assert_without_gaps(step)
-    driver.close()
 
 
 def test_steps_without_gradients_are_recorded_too(cluster):
@@ -137,7 +127,6 @@ def test_steps_without_gradients_are_recorded_too(cluster):
     assert set(step.durations()) == {"F0", "F1", "F2"}
     assert_without_gaps(step)
     assert step.findings()
-    driver.close()
 
 
 def test_a_step_that_fails_leaves_no_record_and_the_next_is_whole(cluster):
@@ -149,7 +138,6 @@ def test_a_step_that_fails_leaves_no_record_and_the_next_is_whole(cluster):
     (step,) = recording.steps
     assert_without_gaps(step)
     assert min(each.ends[0] for each in step.records) > 0
-    driver.close()
 
 
 def test_other_steps_are_not_recorded(threads):
@@ -162,7 +150,6 @@ def test_other_steps_are_not_recorded(threads):
     assert [each.record for each in results.values()] == [None, None, None]
     states = [worker.drivers[driver.number] for worker in threads.engine.workers[:3]]
     assert not any("recorder" in vars(executor) for each in states for executor in each.programs.values())
-    driver.close()
 
 
 @pytest.mark.parametrize("limit", [0, -1, None, True, 2.5])

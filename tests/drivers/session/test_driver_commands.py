@@ -471,4 +471,3 @@ def test_a_step_that_compiles_shows_the_line_and_clears_it(cluster, monkeypatch,
         assert "\rcompiling: worker0 0/2, worker1 0/2\x1b[K" in written and written.endswith("\r\x1b[K")
     driver.run(4, x, x)
     assert stream.getvalue() == written
-    driver.close()

@@ -18,6 +18,7 @@ from pippy.drivers.protocol.commands import News
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import tensors
+from tests.comparisons import assert_gradients, assert_loss
 from tests.drivers.models import Chain
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -52,11 +53,8 @@ def check(driver, plain, x, target, chunks=4):
     """A step gives the loss and the gradients of the plain model."""
     plain.zero_grad()
     driver.zero_grad()
-    loss = nn.functional.mse_loss(plain(x), target)
-    loss.backward()
-    torch.testing.assert_close(driver.run(chunks, x, target), loss.detach())
-    for name, gradient in driver.gradients().items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    assert_loss(driver.run(chunks, x, target), nn.functional.mse_loss(plain(x), target))
+    assert_gradients(driver, plain)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,6 @@ def test_numbers_are_the_plain_model_s_and_nothing_is_compiled_twice(cluster, no
         expected = nn.functional.mse_loss(plain(x), target)
         torch.testing.assert_close(driver.run(4, x, target), expected)
     assert set(driver.compiled.values()) == {"compiled graphs for 4 forms of inputs"}  # two of them in evaluation
-    driver.close()
 
 
 noted: list[dict[str, object]] = []
@@ -119,7 +116,6 @@ def test_a_stage_has_so_many_forms_of_inputs_and_no_more(threads):
         check(driver, plain, torch.randn(rows, 8), torch.randn(rows, 8), 1)
     said = "graphs for 2 forms of inputs; eager: it is given inputs of more than 2 forms"
     assert driver.compiled["submod_1"] == said
-    driver.close()
 
 
 class Asks(nn.Module):
@@ -146,7 +142,6 @@ def test_fullgraph_asks_for_graphs(threads):
     driver = PipelineDriver(pipe, threads, compile="graphs", check=False)
     torch.testing.assert_close(driver.run(2, x, x), pipe(x, x).detach())
     assert driver.compiled["submod_1"].startswith("eager: it asks for the values of tensors")
-    driver.close()
 
 
 def test_an_error_in_a_compiled_stage_says_where_and_the_next_step_is_right(cluster, noting):
@@ -162,7 +157,6 @@ def test_an_error_in_a_compiled_stage_says_where_and_the_next_step_is_right(clus
     with pytest.raises(StepError, match=r"worker 1 .* failed at F1\.0 \(stage 1, micro-batch 0, rows .*\)(.|\n)*_loss"):
         driver.run(4, x, torch.randn(8, 7))
     check(driver, plain, x, target)
-    driver.close()
 
 
 def test_stances_of_torchs_compiler_are_followed_by_the_workers(cluster):
@@ -186,7 +180,6 @@ def test_stances_of_torchs_compiler_are_followed_by_the_workers(cluster):
     assert driver.compiled["submod_0"] == "graphs for 2 forms of inputs"
     with torch.compiler.set_stance(force_backend="eager"), pytest.raises(DriverError, match="compile=, and leave"):
         driver.run(2, x, x)
-    driver.close()
 
 
 def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
@@ -206,7 +199,6 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     busy.unlink()
     assert torch.isfinite(step.result())
     assert cluster.session.answer(cluster.session.ping(0)) is None
-    driver.close()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from pippy.drivers.plan.language.scanner import Form
 from pippy.drivers.worker import executor, handlers
 from pippy.drivers.worker.executor import BINDERS
 from pippy.drivers.worker.out_of_order import ComputationQueues
+from tests.comparisons import update
 from tests.drivers.models import Chain
 from tests.drivers.plan.graphs import with_random_graph
 from tests.drivers.plan.test_properties import programs
@@ -161,8 +162,7 @@ def test_a_worker_names_what_it_waits_for(alone, updates, act, said):
         optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=True)
         for _ in range(updates):
             driver.run(4, torch.ones(8, 4), torch.ones(8, 4))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         driver.run(4, torch.ones(8, 4), torch.ones(8, 4))
         do_until_worker_3_is_lost(workers, lambda: act(driver, optimizer), said)
 

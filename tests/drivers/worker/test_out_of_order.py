@@ -185,7 +185,6 @@ def test_values_that_come_while_a_worker_looks(threads, monkeypatch, patience):
     driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), threads, schedule="fill_drain", out_of_order=True)
     for _ in range(3):
         driver.run(8, torch.randn(8, 8), torch.randn(8, 8))
-    driver.close()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,6 @@ def test_a_step_that_fails_is_told_of_and_forgotten(cluster, schedule, how):
     }[how]
     caught.match(wrong)
     training.check()
-    training.driver.close()
 
 
 def test_a_step_that_takes_too_long_says_what_each_waits_for(cluster):
@@ -222,7 +220,6 @@ def test_a_step_that_takes_too_long_says_what_each_waits_for(cluster):
     assert "F1.1" in text and "from worker 1" in text, text
     training.driver.steps.settings.timeout = None
     training.check()
-    training.driver.close()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "yes", None])
@@ -241,7 +238,6 @@ def test_a_limit_below_what_the_schedule_holds_is_refused(cluster):
     driver.run(3, *given)  # three micro-batches are never more than three
     with torch.no_grad():
         driver.run(8, *given)
-    driver.close()
 
 
 def test_a_limit_is_kept_by_whatever_order(at_random):

@@ -239,7 +239,6 @@ def test_specs_for_the_rest(threads, kind):
     found = parts(driver.run(3, *same))
     torch.testing.assert_close(found[0], parts(model(*same))[0])
     torch.testing.assert_close(found[1], 3 * parts(model(*same))[1][:2])
-    driver.close()
 
 
 class First(ChunkSpec):
@@ -272,7 +271,6 @@ def test_a_spec_of_a_pipe_with_a_loss_function_is_for_the_outputs(threads):
     loss, outputs = driver.run(3, x, target, outputs=True)
     torch.testing.assert_close(loss, expected.detach())
     assert [len(each) for each in outputs] == [3, 2, 2]
-    driver.close()
 
 
 class Stacked(ChunkSpec):

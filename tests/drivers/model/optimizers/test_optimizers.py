@@ -16,7 +16,8 @@ from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.drivers.model.optimizers.checks import check_separable
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_gradients, assert_state, update
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -25,31 +26,10 @@ def batch(rows=7):
     return torch.randn(rows, 8), torch.randn(rows, 8)
 
 
-def tokens():
-    return torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def both(threads, model=None, loss=None, **options):
     """The plain model, and a driver for its twin."""
     model = Chain(3) if model is None else model
     return copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, loss or nn.MSELoss(), **options), threads)
-
-
-def assert_gradients(driver, plain):
-    for name, gradient in driver.gradients().items():
-        expected = plain.get_parameter(name).grad
-        assert (gradient is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
-
-
-def assert_state(driver, plain):
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
 def test_parameters_that_no_group_names_are_left_alone(threads):
@@ -62,7 +42,6 @@ def test_parameters_that_no_group_names_are_left_alone(threads):
     mine.step(), theirs.step()
     assert_state(driver, plain)
     assert [group["params"] for group in mine.state_dict()["param_groups"]] == [["layers.0.weight", "layers.0.bias"]]
-    driver.close()
 
 
 AS_TORCH = {
@@ -92,7 +71,6 @@ def test_parameters_may_come_first_as_in_torch(threads, given):
         driver.instantiate_optimizer(torch.optim.SGD, given(model), lr=0.1, param_groups=[{"params": "*"}])
     with pytest.raises(OptimizerError, match="not a parameter of the model"):
         driver.instantiate_optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters(), lr=0.1)
-    driver.close()
 
 
 def test_a_group_for_all_the_rest(threads):
@@ -105,7 +83,6 @@ def test_a_group_for_all_the_rest(threads):
     for groups in ([{"params": ...}, {"params": ...}], [{"params": "*"}, {"params": ...}], []):
         with pytest.raises(OptimizerError, match=r"rest|group"):
             driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=groups)
-    driver.close()
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -137,7 +114,6 @@ def test_two_optimizers_on_one_driver(threads, accumulate):
                 each[1].zero_grad()
         assert_gradients(driver, plain)
     assert_state(driver, plain)
-    driver.close()
 
 
 def test_dropping_the_gradients_of_one_optimizer_survives_a_step_that_fails(threads):
@@ -149,7 +125,6 @@ def test_dropping_the_gradients_of_one_optimizer_survives_a_step_that_fails(thre
     with pytest.raises(RuntimeError):
         driver.run(2, torch.randn(7, 9), target)
     assert_gradients_of(driver, {"layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"})
-    driver.close()
 
 
 def assert_gradients_of(driver, names):
@@ -177,7 +152,6 @@ def test_an_optimizer_that_mixes_the_parameters_of_a_group_is_refused(threads):
     with pytest.raises(OptimizerError, match=r"NormedSGD .* other parameters .*clip_grad_norm_"):
         driver.instantiate_optimizer(NormedSGD, lr=0.1)
     assert threads.session.counts == before
-    driver.close()
 
 
 class NoisySGD(torch.optim.SGD):
@@ -250,11 +224,8 @@ def test_each_optimizer_of_torch(threads, kind):
             x, target = torch.randint(13, (7, 1)), torch.randn(7, 8)
         driver.run(2, x, target)
         F.mse_loss(plain(x), target).backward()
-        for each in (mine, theirs):
-            each.step()
-            each.zero_grad()
+        update(mine, theirs)
     assert_state(driver, plain)
-    driver.close()
 
 
 # In a callback, the model of the script gets the workers' numbers when something reads them, and only then.
@@ -371,7 +342,6 @@ def test_a_model_of_another_driver_is_told_as_ever(trained, threads):
     with trained.driver.copied_when_read(), pytest.warns(PippyWarning, match="does not use the trained parameters"):
         other.model.state_dict()
     assert (trained.copies, other.copies) == (0, 0)
-    other.driver.close()
 
 
 def test_the_workers_can_be_asked_inside(trained):

@@ -17,6 +17,7 @@ from pippy.drivers.model.recovery.recovery import NotReplaced, replace_lost_work
 from pippy.drivers.protocol.state import OptimizerStep
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.ir.base.errors import PippyWarning
+from tests.comparisons import assert_gradients, assert_loss
 from tests.drivers.engines.test_descriptors import sockets
 from tests.drivers.model.recovery.runs import STAGES, Run, interrupted_in, opened, undisturbed
 from tests.drivers.processes import (
@@ -54,13 +55,10 @@ class Training:
 
     def step(self):
         x, target = torch.randn(6, 4), torch.randn(6, 4)
-        loss = F.mse_loss(self.plain(x), target)
-        loss.backward()
-        torch.testing.assert_close(self.driver.run(3, x, target), loss.detach())
+        assert_loss(self.driver.run(3, x, target), F.mse_loss(self.plain(x), target))
 
     def check(self):
-        for name, gradient in self.driver.gradients().items():
-            torch.testing.assert_close(gradient, self.plain.get_parameter(name).grad)
+        assert_gradients(self.driver, self.plain)
 
 
 def pids(cluster):

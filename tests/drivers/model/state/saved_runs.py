@@ -8,13 +8,9 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
-from tests.drivers.models import TiedLanguage
+from tests.drivers.models import TiedLanguage, cross_entropy
 
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 class Training:
