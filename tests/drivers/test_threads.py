@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import ClusterError, StepError
-from tests.drivers.failing_model import FORWARD, SLOW, slow_steps
-from tests.drivers.processes import within
-from tests.drivers.test_failures import Training, interrupted
+from tests.drivers.failing_model import FORWARD, SLOW, Training, slow_steps
+from tests.drivers.processes import interrupted, within
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
