@@ -25,7 +25,6 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, OptimizerError, StepError
 from tests.comparisons import assert_same
@@ -501,28 +500,6 @@ def test_a_closed_driver(driver):
     step(driver.cluster)
 
 
-def test_gradients_that_are_not_finite(four):
-    driver = PipelineDriver1F1B(pipeline(Chain(2), mse), four, check=False)
-    driver.run(2, X * float("inf"), TARGET)
-    with pytest.raises(DriverError, match="pass error_if_nonfinite=False to clip anyway"):
-        driver.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    assert not driver.clip_grad_norm_(1.0, error_if_nonfinite=False).isfinite()
-
-
-def test_recordings(driver, tmp_path):
-    words = r"run steps inside `with driver.record\(\) as recording:`"
-    for limit in (0, 2):
-        with pytest.raises(DriverError, match="1 or more" if not limit else words), driver.record(limit) as recording:
-            recording.report(tmp_path / "page.html")
-    with driver.record() as recording:
-        driver.run(2, X, TARGET)
-    with pytest.raises(DriverError, match="give 0 to 0, or none"):
-        recording.report(tmp_path / "page.html", step=1)
-    for step_number in (0, None):
-        recording.report(tmp_path / f"{step_number}.html", step=step_number)
-        assert (tmp_path / f"{step_number}.html").exists()
-
-
 class Locks(nn.Module):
     """A layer with a lock, which cannot be sent."""
 
@@ -538,16 +515,6 @@ def test_what_belongs_to_this_process(four):
     with pytest.raises(PippyError, match="keep such objects out of the model and its arguments"):
         PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), four)
     PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), four).run(2, X, TARGET)
-
-
-def test_programs_that_do_not_fit(four):
-    pipe = pipeline(Chain(2), mse)
-    with pytest.raises(PippyError, match=r"make a schedule with as many stages \(workers times stages_per_worker\)"):
-        lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
-    for program in (schedule(2), make_schedule("looped_bfs", workers=1, chunks=2, stages_per_worker=2)):
-        assert lower(pipe, program)
-    with pytest.raises(PippyError, match="lower takes a Pipe and a program of make_schedule"):
-        lower(pipe, "1f1b")
 
 
 def test_a_loss_that_is_not_a_number(four):

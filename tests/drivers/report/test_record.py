@@ -355,3 +355,18 @@ def test_a_module_that_is_cut_is_named_by_its_parts():
 def test_layers_of_a_sequential_are_called_by_their_numbers():
     pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))))
     assert model_names(compiled_of(pipe)).stage(1) == "stage 1 (module 1)"
+
+
+def test_what_a_report_of_a_recording_needs(threads, tmp_path):
+    driver, x = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads), torch.randn(6, 8)
+    words = r"run steps inside `with driver.record\(\) as recording:`"
+    for limit in (0, 2):
+        with pytest.raises(DriverError, match="1 or more" if not limit else words), driver.record(limit) as recording:
+            recording.report(tmp_path / "page.html")
+    with driver.record() as recording:
+        driver.run(2, x, x)
+    with pytest.raises(DriverError, match="give 0 to 0, or none"):
+        recording.report(tmp_path / "page.html", step=1)
+    for step_number in (0, None):
+        recording.report(tmp_path / f"{step_number}.html", step=step_number)
+        assert (tmp_path / f"{step_number}.html").exists()
