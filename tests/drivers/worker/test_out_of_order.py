@@ -26,7 +26,7 @@ from tests.drivers.failing_model import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABL
 from tests.drivers.models import Chain
 from tests.drivers.processes import within
 from tests.drivers.test_driver import assert_bits, build
-from tests.drivers.test_hunted import Tied, loss_fn
+from tests.drivers.test_failures import Tied, loss_fn
 from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import exhibits
 
