@@ -35,6 +35,7 @@ CLUSTERS = (
 )
 LONGEST = (
     "tests/drivers/driver/test_data.py",
+    "tests/drivers/driver/test_loading.py",
     "tests/drivers/lowering/test_lower.py",
     "tests/drivers/model/recovery/",
     "tests/drivers/worker/test_out_of_order.py",  # its workers are threads

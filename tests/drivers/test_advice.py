@@ -201,7 +201,7 @@ def run(how, cluster, given):
     return given(cluster) if callable(given) else how(cluster, **given)
 
 
-@pytest.mark.parametrize("row", DRIVERS, ids=[row[0] for row in DRIVERS])
+@pytest.mark.parametrize("row", DRIVERS, ids=[str(row[0]) for row in DRIVERS])
 def test_arguments_of_drivers(row, four):
     words, wrong, *advised = row
     with pytest.raises(PippyError) as caught:
