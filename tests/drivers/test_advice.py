@@ -384,18 +384,16 @@ class Tag:
     __hash__ = None  # type: ignore[assignment]
 
 
-torch.fx.wrap("tag")
-
-
 def tag(x):
     return Tag(len(x))
 
 
-torch.fx.wrap("rows_as_list")
-
-
 def rows_as_list(x):
     return list(x)
+
+
+torch.fx.wrap("tag")
+torch.fx.wrap("rows_as_list")
 
 
 @pytest.mark.parametrize(("words", "make", "spec", "advised"), OUTPUTS, ids=[row[0] for row in OUTPUTS])
@@ -460,8 +458,6 @@ OPTIMIZERS = [
         lambda d: made(d, {"params": NAMES[:1]}, {"params": NAMES[1:]}),
     ),
 ]
-
-
 SENT = ("call driver.run before step()", "give them all to instantiate_optimizer")  # the optimizer was made
 
 
