@@ -44,6 +44,16 @@ class Chain(nn.Module):
         return x
 
 
+class TwoLayers(nn.Module):
+    """The layers of most small models, which say themselves what they do with them."""
+
+    width = 8
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(self.width, self.width), nn.Linear(self.width, self.width)
+
+
 def tokens(rows=7):
     """A mini-batch for `TiedLanguage`."""
     return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))

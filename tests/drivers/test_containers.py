@@ -17,6 +17,7 @@ from pippy.errors import InputError, PippyError, VerificationError
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import children, leaves
 from tests.comparisons import assert_gradients
+from tests.drivers.models import TwoLayers
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -286,10 +287,8 @@ class Token(enum.Enum):
 
 
 def net(missing):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    class Net(TwoLayers):
+        width = 4
 
         def forward(self, x, mask=missing):
             x = self.first(x)

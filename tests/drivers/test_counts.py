@@ -258,11 +258,7 @@ def with_noted_gradient(name, value):
     return NotedGradient.apply(name, value)
 
 
-class Three(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
+class Three(Chain):
     def forward(self, x):
         x = noted("first", self.layers[0](x))
         pipe_split()
@@ -318,12 +314,8 @@ def test_a_step_that_is_done_holds_its_result_alone(threads):
     assert step.result() is first and len(recording.steps) == 1 and step.peak_live
 
 
-class LossInTheMiddle(nn.Module):
+class LossInTheMiddle(Chain):
     """The last stage makes an output that the loss does not depend on."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x, target):
         x = self.layers[0](x)

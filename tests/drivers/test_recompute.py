@@ -20,7 +20,7 @@ from pippy.drivers.plan import add_communication, make_schedule, parse_program
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
 from tests.comparisons import assert_state
-from tests.drivers.models import Chain, TiedLanguage, cross_entropy
+from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy
 from tests.drivers.test_driver import assert_bits, build
 from tests.zoo import exhibits
 
@@ -138,14 +138,10 @@ def test_what_a_layer_draws_counts_and_keeps_is_as_in_the_first_run(threads, sch
 NOTES: list[tuple[bool, bool, int]] = []
 
 
-class Noting(nn.Module):
+class Noting(TwoLayers):
     """Notes each forward, and how much of what autograd saved in all forwards so far is alive when it begins."""
 
     alive: weakref.WeakSet["Box"] = weakref.WeakSet()
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         gc.collect()
@@ -216,12 +212,8 @@ def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
     assert_state(driver, plain)
 
 
-class Aside(nn.Module):
+class Aside(TwoLayers):
     """The loss does not depend on the first stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x, target):
         y = self.first(x)

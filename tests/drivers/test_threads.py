@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import ClusterError, StepError
 from tests.drivers.failing_model import FORWARD, SLOW, Training, slow_steps
+from tests.drivers.models import TwoLayers
 from tests.drivers.processes import interrupted, within
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -22,11 +23,7 @@ pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 STEPS = 6
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class Net(TwoLayers):
     def forward(self, x):
         x = torch.tanh(self.first(x))
         pipe_split()

@@ -11,7 +11,7 @@ from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from tests.comparisons import assert_gradients, assert_loss, assert_state, update
-from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
+from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -191,7 +191,7 @@ def test_without_gradients_only_the_loss_is_computed(cluster):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_one_loss_over_the_whole_mini_tokens(cluster, chunks):
+def test_one_loss_over_the_whole_mini_batch(cluster, chunks):
     """A loss that no weights can put together from parts."""
 
     def spread(output, target):
@@ -208,12 +208,10 @@ def test_one_loss_over_the_whole_mini_tokens(cluster, chunks):
         torch.testing.assert_close(driver.run(chunks, x, target), spread(plain(x), target), rtol=1e-12, atol=0)
 
 
-class Penalized(nn.Module):
+class Penalized(TwoLayers):
     """Returns a penalty on the weights of an early stage beside its values."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    width = 4
 
     def forward(self, x):
         x, penalty = torch.tanh(self.first(x)), self.first.weight.square().sum()

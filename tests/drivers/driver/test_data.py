@@ -22,7 +22,7 @@ from pippy import (
 from pippy.drivers.base.errors import DriverError, MicrobatchError, StepError
 from pippy.drivers.driver.drivers import PipelineDriverFillDrain
 from pippy.drivers.wire.pickling import pickle_message
-from tests.drivers.models import Chain
+from tests.drivers.models import Chain, TwoLayers
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -74,12 +74,8 @@ def mine(output, target):
     return F.cross_entropy(output, target)
 
 
-class Named(nn.Module):
+class Named(TwoLayers):
     """Two inputs by name; the last stage uses a second one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, ids, mask, scale=2.0):
         x = torch.tanh(self.first(ids))

@@ -28,7 +28,7 @@ from pippy.ir.base.errors import InputError
 from tests.comparisons import update
 from tests.drivers.driver.test_data import ROWS, Noisy, Rows, assert_same, classes, step
 from tests.drivers.model.recovery.runs import opened
-from tests.drivers.models import Chain
+from tests.drivers.models import Chain, TwoLayers
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -139,11 +139,7 @@ def test_a_model_that_returns_what_is_loaded(threads):
         driver.run(2, *IndexLoader(x).batch(range(8)))
 
 
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class Asks(TwoLayers):
     def forward(self, x, mask):
         x = self.first(x)
         pipe_split()

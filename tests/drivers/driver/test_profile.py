@@ -29,14 +29,10 @@ OPERATIONS = "aten::sin", "aten::cos", "aten::tanh"  # one in each stage; its ba
 CLOSE = 20.0  # microseconds by which clocks of one host may differ
 
 
-class Waves(nn.Module):
+class Waves(Chain):
     """Three stages, each with an operation of its own; the last one may fail."""
 
     fails = False
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x):
         x = torch.sin(self.layers[0](x))

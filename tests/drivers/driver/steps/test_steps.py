@@ -26,19 +26,17 @@ from pippy.drivers.protocol.steps import Step, StepReturning
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.pipe import compiled_of
-from tests.drivers.models import Chain
+from tests.drivers.models import Chain, TwoLayers
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 X, SKIPPED, TARGET = torch.randn(7, 4), torch.randn(7, 4), torch.randn(7, 4)
 
 
-class Model(nn.Module):
+class Model(TwoLayers):
     """An input for each stage."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    width = 4
 
     def forward(self, x, skipped):
         x = self.first(x)
