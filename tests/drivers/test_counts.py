@@ -26,7 +26,7 @@ from pippy.drivers.plan.language.instructions import Send
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.worker.step_context import StepDevice
 from tests.comparisons import assert_gradients
-from tests.drivers.models import Chain, TiedLanguage, cross_entropy
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -60,7 +60,7 @@ def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
     """The skip of the model is used by the third stage, not by the second: two values of one size leave the first."""
     pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.TRANSMIT)
     driver = PipelineDriver1F1B(pipe, threads)
-    x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+    x, target = tokens(6)
     driver.run(3, x, target)
     transports = [worker.context.transport for worker in threads.engine.workers]
     before = [{to: (sent.values, sent.bytes) for to, sent in each.sent.items()} for each in transports]
@@ -94,7 +94,7 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
     def steps(count):
         for _ in range(count):
             optimizer.zero_grad()
-            driver.run(4, torch.randint(13, (8, 5)), torch.randint(13, (8, 5)))
+            driver.run(4, *tokens(8))
             optimizer.step()
 
     steps(60)

@@ -56,25 +56,36 @@ def assert_bits(mine, theirs):
         )
 
 
+def with_reference(model, reference, chunks):
+    """What to give a driver for so many micro-batches of a model of the zoo, and what runs the reference for them."""
+    target = [model.target()] if model.loss_fn is not None else []
+    microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
+    bound = [bind(reference, (*each, *target), {}) for each in microbatches]
+    given = [*(list(same) for same in zip(*microbatches)), *([each] * chunks for each in target)]
+    return list(map(MicroBatches, given)), lambda: run_microbatches(reference, bound)
+
+
+def gradients_of(pipe):
+    return {name: pipe.get_grad(name) for name, _ in pipe.named_parameters()}
+
+
 @pytest.mark.parametrize(("name", "config"), WAYS)
 def test_the_zoo_trains_as_the_reference_does(cluster, name, config):
     """Losses are added up, so that micro-batches may have any shapes."""
     model, pipe = build(name, config)
-    target = [model.target()] if model.loss_fn is not None else []
     for kind, chunks, workers in DRIVERS:
         driver = kind(pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum", check=False)
         reference = add_as_workers_do(copy.deepcopy(pipe), driver.program(chunks).placement.worker_of)
-        microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
+        given, run = with_reference(model, reference, chunks)
         before = torch.get_rng_state()
-        expected = run_microbatches(reference, [bind(reference, (*each, *target), {}) for each in microbatches])
+        expected = run()
         if not torch.equal(before, torch.get_rng_state()):
             driver.close()
             return  # it draws random numbers, and every worker draws its own
-        given = [MicroBatches(list(same)) for same in zip(*microbatches)]
-        loss = driver.run(chunks, *given, *(MicroBatches([each] * chunks) for each in target))
+        loss = driver.run(chunks, *given)
         if model.loss_fn is not None:
             assert torch.equal(loss, sum(expected))
-        assert_bits(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+        assert_bits(driver.gradients(), gradients_of(reference))
         assert_bits(driver.state_dict(), reference.state_dict())
         driver.close()
 
@@ -105,9 +116,7 @@ def test_the_zoo_under_other_schedules(workers, name):
         else (["v_half", "v_min"][number % 2], pipe.num_stages // 2)
     )
     reference = copy.deepcopy(pipe)
-    microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(4)]
-    target = model.target()
-    expected = run_microbatches(reference, [bind(reference, (*each, target), {}) for each in microbatches])
+    given, run = with_reference(model, reference, 4)
     driver = PipelineDriver(
         pipe,
         workers,
@@ -117,9 +126,8 @@ def test_the_zoo_under_other_schedules(workers, name):
         check=False,
         world_size=min(size, 4),
     )
-    given = [*(MicroBatches(list(same)) for same in zip(*microbatches)), MicroBatches([target] * 4)]
-    close(driver.run(4, *given), sum(expected))
-    close(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+    close(driver.run(4, *given), sum(run()))
+    close(driver.gradients(), gradients_of(reference))
     close(driver.state_dict(), reference.state_dict())
 
 
@@ -161,10 +169,7 @@ def test_the_zoo_is_the_reference_to_the_bit(workers, name):
     number = list(exhibits).index(name)
     model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
     reference = copy.deepcopy(pipe)
-    target = [model.target()] if model.loss_fn is not None else []
-    microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(3)]
-    bound = [bind(reference, (*each, *target), {}) for each in microbatches]
-    expected = run_microbatches(reference, bound)
+    given, run = with_reference(model, reference, 3)
     driver = PipelineDriver(
         pipe,
         workers,
@@ -175,12 +180,10 @@ def test_the_zoo_is_the_reference_to_the_bit(workers, name):
         compile="graphs",
         check=False,
     )
-    given = [MicroBatches(list(same)) for same in zip(*microbatches)]
-    given += [MicroBatches([each] * 3) for each in target]
-    same_outputs(driver.run(3, *given), expected, model)
-    assert_bits(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+    same_outputs(driver.run(3, *given), run(), model)
+    assert_bits(driver.gradients(), gradients_of(reference))
     with torch.no_grad():
-        same_outputs(driver.run(3, *given), run_microbatches(reference, bound), model)
+        same_outputs(driver.run(3, *given), run(), model)
     eager = {stage: said for stage, said in driver.compiled.items() if not said.startswith("graphs")}
     assert eager == EAGER.get(name, {}), eager
 

@@ -91,8 +91,7 @@ def test_autocast_around_the_step(threads, reentrant):
     x, target = torch.randn(2, 8, WIDTH, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(driver.run(1, x, target), plain_step(plain, x, target))
-    for name, gradient in driver.gradients().items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-2, atol=1e-4, msg=name)
+    assert_gradients(driver, plain, rtol=1e-2, atol=1e-4)
 
 
 class Scaled(nn.Module):
@@ -432,8 +431,7 @@ def test_parametrized_modules_travel(norm, on, schedule, request):
             each.zero_grad()
         loss.backward()
         torch.testing.assert_close(driver.run(1, x, target), loss.detach())
-        for name, gradient in driver.gradients().items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+        assert_gradients(driver, plain)
         for each in optimizers:
             each.step()
     state = driver.state_dict()

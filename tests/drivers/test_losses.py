@@ -262,10 +262,7 @@ class Checked:
             self.follow(str(error))
             loss = self.driver.run(1 if self.advice == "chunks=1" else chunks, x, target)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12, equal_nan=True)
-        for name, gradient in self.driver.gradients().items():
-            torch.testing.assert_close(
-                gradient, self.plain.get_parameter(name).grad, rtol=1e-9, atol=1e-12, equal_nan=True
-            )
+        assert_gradients(self.driver, self.plain, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     def follow(self, error: str) -> None:
         found = re.search(r"loss_reduction=(.*)$", error)
@@ -381,12 +378,8 @@ def step(threads, name, kind=PipelineDriver, **options):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PADDED_LOSSES)
 def test_every_schedule(schedule, name, threads):
-    step(
-        threads,
-        name,
-        schedule=schedule,
-        world_size=4 if schedule in ("fill_drain", "1f1b", "eager_1f1b", "zb_h1", "zb_h2") else 2,
-    )
+    alone = ("fill_drain", "1f1b", "eager_1f1b", "zb_h1", "zb_h2")  # one stage on each worker
+    step(threads, name, schedule=schedule, world_size=4 if schedule in alone else 2)
 
 
 @pytest.mark.parametrize("options", [{"out_of_order": True}, {"compile": True}, {"schedule": "zb_h1", "compile": True}])
@@ -460,8 +453,7 @@ def test_documents_by_their_ends(threads, in_float64, schedule):
     driver = PipelineDriver(pipe, threads, world_size=2, schedule=schedule, check=False)
     made = driver.run(4, MicroBatches(ids), MicroBatches(ends, dim=None), MicroBatches(labels))
     assert torch.allclose(made, loss)
-    for name, gradient in driver.gradients().items():
-        assert torch.allclose(gradient, plain.get_parameter(name).grad), name
+    assert_gradients(driver, plain)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -484,5 +476,4 @@ def test_documents_by_their_positions_in_a_model_of_transformers(threads, in_flo
     driver = PipelineDriver(pipe, threads, world_size=2, schedule=schedule)
     made = driver.run(4, outputs=False, **{name: MicroBatches([each[name] for each in given]) for name in given[0]})
     assert torch.allclose(made.double(), loss.double(), rtol=1e-6)  # it is made in float32
-    for name, gradient in driver.gradients().items():
-        assert torch.allclose(gradient, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-8), name
+    assert_gradients(driver, plain, rtol=1e-5, atol=1e-8)

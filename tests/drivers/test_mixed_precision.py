@@ -14,7 +14,7 @@ from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.protocol.state import GiveState
 from tests.comparisons import update
-from tests.drivers.models import Chain, TiedLanguage, cross_entropy
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
     model.norm.float()
     model.norm.register_forward_pre_hook(lambda module, args: args[0].float())
     model.norm.register_forward_hook(lambda module, args, output: output.bfloat16())
-    batches = [(torch.randint(13, (4, 5)), torch.randint(13, (4, 5))) for _ in range(6)]
+    batches = [tokens(4) for _ in range(6)]
 
     def begin():
         pipe = pipeline(copy.deepcopy(model), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)

@@ -19,8 +19,8 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
-from tests.comparisons import assert_state
-from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy
+from tests.comparisons import assert_state, update
+from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
 from tests.drivers.test_driver import assert_bits, build
 from tests.zoo import exhibits
 
@@ -199,14 +199,11 @@ def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
     theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
     steps, expected = [], []
     for _ in range(3):
-        x, target = torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
-        mine.zero_grad()
-        theirs.zero_grad()
+        x, target = tokens()
         steps.append(driver.run_async(3, x, target))
-        mine.step()
         expected.append(cross_entropy(plain(x), target))
         expected[-1].backward()
-        theirs.step()
+        update(mine, theirs)
     for step, loss in zip(steps, expected):
         torch.testing.assert_close(step.result(), loss.detach(), rtol=1e-9, atol=0)
     assert_state(driver, plain)
@@ -251,7 +248,7 @@ def test_a_single_loss(threads):
 def test_no_message_more_and_each_value_once(threads):
     """The workers send the same values as without recompute."""
     pipe, sent = pipeline(TiedLanguage(), cross_entropy), []
-    given = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+    given = tokens(6)
     for checkpoint in ("never", "always"):
         driver = PipelineDriver1F1B(pipe, threads, checkpoint=checkpoint)
         driver.run(3, *given)

@@ -17,7 +17,7 @@ from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
-from tests.drivers.models import Chain, TiedLanguage, cross_entropy
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 MEASURED = 6
 
@@ -81,7 +81,7 @@ def test_losses_and_gradients_are_the_plain_model_s_all_along(threads, workers, 
     model = TiedLanguage()
     plain = copy.deepcopy(model)
     driver = PipelineDriver(pipeline(model, cross_entropy), threads, schedule="auto", world_size=workers)
-    x, target = torch.randint(13, (10, 5)), torch.randint(13, (10, 5))
+    x, target = tokens(10)
     expected = cross_entropy(plain(x), target)
     expected.backward()
     schedules = set()

@@ -27,7 +27,7 @@ from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.protocol.state import GiveState
 from pippy.ir.run.batch_norm import DeferredBatchNorm
 from tests.comparisons import assert_gradients, assert_loss, update
-from tests.drivers.models import TiedLanguage
+from tests.drivers.models import TiedLanguage, tokens
 from tests.drivers.processes import stop, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -121,7 +121,7 @@ def test_tied_parameters(cluster, tied):
     driver = PipelineDriver1F1B(pipe, cluster, world_size=4, replicas=2, loss_reduction=count)
     optimizer, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(3):
-        x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+        x, target = tokens(6)
         target[3:, 2:] = -100  # the second replica has fewer targets
         assert_loss(driver.run(3, x, target), loss(plain(x).flatten(0, 1), target.flatten()), rtol=1e-12, atol=1e-12)
         update(optimizer, theirs)

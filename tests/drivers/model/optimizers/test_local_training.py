@@ -19,7 +19,7 @@ from pippy import TrivialLossWrapper, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.models import Chain, TiedLanguage
+from tests.drivers.models import Chain, TiedLanguage, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -187,7 +187,7 @@ def test_copy_to_gives_the_model_what_was_trained(threads):
     model.register_buffer("fixed", torch.ones(3), persistent=False)
     driver = PipelineDriver1F1B(pipeline(model, lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())), threads)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-    driver.run(2, torch.randint(13, (7, 5)), torch.randint(13, (7, 5)))
+    driver.run(2, *tokens())
     optimizer.step()
     before, trained = copy.deepcopy(dict(model.named_parameters())), driver.state_dict()
     assert not torch.equal(before["first.weight"], trained["first.weight"])
