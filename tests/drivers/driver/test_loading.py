@@ -64,7 +64,7 @@ def test_what_a_dataset_does_wrong_is_said_with_worker_index_and_line(threads):
             Raising(x, target),
             {},
             r"worker \d \(worker\d\) failed at Step\nDriverError: dataset\[5\] raised ValueError: broken image\n"
-            r"  \S+test_data\.py:\d+, in __getitem__: raise ValueError",
+            r"  \S+test_loading\.py:\d+, in __getitem__: raise ValueError",
         ),
         (Rows(x, target), {"collate_fn": unlike, "columns": 2}, "8 indices gave 7 rows"),
         (Rows(x), {"columns": 2}, "has no column 1"),
