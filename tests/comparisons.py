@@ -90,3 +90,39 @@ def assert_same_training(driver, optimizer, plain, ours, chunks, ids, target):
     state = driver.state_dict()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value)
+
+
+def assert_loss(found: torch.Tensor, expected: torch.Tensor, **tolerance: Any) -> None:
+    """The loss of a driver's step is that of the plain model, which has its gradients then."""
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach(), **tolerance)
+
+
+def strictly(tensor: torch.Tensor, tolerance: dict[str, Any]) -> dict[str, Any]:
+    """The tolerance that was given; if none was, that of sums in another order in float64, or torch's own."""
+    return tolerance or ({"rtol": 1e-10, "atol": 1e-13} if tensor.dtype is torch.float64 else {})
+
+
+def assert_gradients(driver: Any, plain: nn.Module, **tolerance: Any) -> None:
+    """Each parameter of a driver has the plain model's gradient, or none where that has none."""
+    found = driver.gradients()
+    used = [name for name, parameter in plain.named_parameters() if parameter.grad is not None]
+    for name in dict.fromkeys([*found, *used]):
+        mine, theirs = found[name], plain.get_parameter(name).grad
+        assert (mine is None) == (theirs is None), name
+        if mine is not None and theirs is not None:
+            torch.testing.assert_close(mine, theirs, msg=lambda text: f"{name}: {text}", **strictly(theirs, tolerance))  # noqa: B023
+
+
+def assert_state(driver: Any, plain: nn.Module, **tolerance: Any) -> None:
+    """The state of a driver is the plain model's: names, their order, and values."""
+    mine, theirs = driver.state_dict(), plain.state_dict()
+    assert list(mine) == list(theirs)
+    torch.testing.assert_close(dict(mine), dict(theirs), **(tolerance or {"rtol": 1e-9, "atol": 1e-12}))
+
+
+def update(*optimizers: Any) -> None:
+    """Each of these makes its step, and drops the gradients."""
+    for each in optimizers:
+        each.step()
+        each.zero_grad()

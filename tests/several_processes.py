@@ -16,6 +16,7 @@ ABOUT_TIME = (
     "tests/cli/test_run.py",
     "tests/drivers/engines/",
     "tests/drivers/test_failures.py",
+    "tests/drivers/test_lost_workers.py",
     "tests/drivers/wire/",
     "tests/exps/",
 )
@@ -33,7 +34,8 @@ CLUSTERS = (
     "tests/test_notebook.py",
 )
 LONGEST = (
-    "tests/drivers/driver/data/",
+    "tests/drivers/driver/test_data.py",
+    "tests/drivers/driver/test_loading.py",
     "tests/drivers/lowering/test_lower.py",
     "tests/drivers/model/recovery/",
     "tests/drivers/worker/test_out_of_order.py",  # its workers are threads

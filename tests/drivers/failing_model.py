@@ -1,5 +1,6 @@
 """A model whose stages fail on request. A part of the input has the request for each row, and so for a micro-batch."""
 
+import copy
 import ctypes
 import os
 import tempfile
@@ -13,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
+from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.trace.tracer import PipeTracer
+from tests.comparisons import assert_gradients, assert_loss
 from tests.drivers.cut_connections import cut_connections_to_siblings
 from tests.drivers.scarce import NO_MEMORY, be_scarce
 
@@ -178,3 +181,41 @@ def orders(rows, trap, how, row):
     given = no_orders(rows)
     given[row] = torch.tensor([trap, how])
     return given
+
+
+ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
+
+
+class Training:
+    """A driver and the plain model beside it. Its first step fails as all others do: nothing is tried before."""
+
+    def __init__(self, cluster, schedule="1f1b", check=False, **options):
+        self.plain = Trapped()
+        pipe = trapped_pipe(copy.deepcopy(self.plain))
+        self.driver = PipelineDriver(pipe, cluster, schedule=schedule, check=check, **options)
+
+    def step(self):
+        """A good step on both sides."""
+        x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+        mine = self.driver.run(CHUNKS, x, no_orders(ROWS), target)
+        assert_loss(mine, F.mse_loss(self.plain(x, no_orders(ROWS)), target), rtol=1e-10, atol=0)
+
+    def fail(self, how, trap=1, microbatch=1):
+        """A step that fails."""
+        return self.start(how, trap, microbatch).result()
+
+    def start(self, how=0, trap=1, microbatch=1):
+        target = torch.randn(ROWS, 8)
+        if how == LOSS:
+            target[2 * microbatch] = torch.nan
+        given = orders(ROWS, trap, how, 2 * microbatch)
+        return self.driver.run_async(CHUNKS, torch.randn(ROWS, 8), given, target)
+
+    def check(self):
+        """Gradients are those of the good steps, and a further step is right."""
+        self.check_gradients()
+        self.step()
+        self.check_gradients()
+
+    def check_gradients(self):
+        assert_gradients(self.driver, self.plain, rtol=1e-9, atol=1e-12)

@@ -32,13 +32,13 @@ from tests.drivers.failing_model import (
     FORWARD,
     UNREADABLE,
     UNSENDABLE,
+    Training,
     Trapped,
     no_orders,
     trapped_pipe,
 )
 from tests.drivers.processes import listening, stop, until, within
 from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
-from tests.drivers.test_failures import Training
 from tests.drivers.thread_cluster import thread_cluster
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"]  # one of each placement; the last begins at both ends

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from pippy import pipe_split
 
@@ -41,3 +42,23 @@ class Chain(nn.Module):
                 pipe_split()
             x = torch.tanh(layer(x))
         return x
+
+
+class TwoLayers(nn.Module):
+    """The layers of most small models, which say themselves what they do with them."""
+
+    width = 8
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(self.width, self.width), nn.Linear(self.width, self.width)
+
+
+def tokens(rows=7):
+    """A mini-batch for `TiedLanguage`."""
+    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
+
+
+def cross_entropy(output, target):
+    """The loss of `TiedLanguage`."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())

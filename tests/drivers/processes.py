@@ -194,3 +194,21 @@ def descendants(pid):
     for child in children(pid):
         yield child
         yield from descendants(child)
+
+
+@contextmanager
+def interrupted(after):
+    """Sends this process SIGINT, so many seconds later."""
+    stop = threading.Event()
+
+    def run():
+        if not stop.wait(after):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

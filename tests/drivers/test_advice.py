@@ -25,7 +25,6 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, OptimizerError, StepError
 from tests.comparisons import assert_same
@@ -43,29 +42,22 @@ def four():
         yield cluster
 
 
-def same(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, plain=None, **options):
+def same(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, plain=None, stages=2, **options):
     """Run a step, and compare its result with the plain model's."""
-    model = Chain(2) if model is None else model
-    expected = copy.deepcopy(model) if plain is None else plain
-    driver = kind(pipeline(model, loss), cluster, **options)
+    model = Chain(stages) if model is None else model
+    expected = copy.deepcopy(model)
     inputs = inputs or ((X, TARGET) if loss else (X,))
     if plain is None:
-        wanted = expected(*inputs) if loss is None else loss(expected(*inputs[:-1]), inputs[-1])
-    else:
-        wanted = expected
-    try:
-        torch.testing.assert_close(driver.run(chunks, *inputs), wanted.detach())
-    finally:
-        driver.close()
+        plain = expected(*inputs) if loss is None else loss(expected(*inputs[:-1]), inputs[-1])
+    torch.testing.assert_close(
+        step(cluster, *inputs, model=model, loss=loss, chunks=chunks, kind=kind, **options), plain.detach()
+    )
 
 
-def step(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, **options):
+def step(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, stages=2, **options):
     """Run a step."""
-    driver = kind(pipeline(Chain(2) if model is None else model, loss), cluster, **options)
-    try:
-        return driver.run(chunks, *(inputs or (X, TARGET)))
-    finally:
-        driver.close()
+    model = Chain(stages) if model is None else model
+    return kind(pipeline(model, loss), cluster, **options).run(chunks, *(inputs or (X, TARGET)))
 
 
 class Gives(nn.Module):
@@ -101,138 +93,122 @@ def sums(output, target):
     return output + target.sum()
 
 
-def given_in_parts(cluster, model, chunks):
-    parts = MicroBatches(X.chunk(chunks))
-    same(cluster, parts, TARGET, model=model, chunks=chunks, plain=mse(model(X), TARGET))
-
-
-DRIVERS = [
-    ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), same),
-    (
-        "give it 2 workers (world_size=2, or as many all_ranks=)",
-        lambda c: step(c, model=Chain(4), schedule="v_min"),
-        lambda c: [
-            same(c, model=Chain(4), schedule="v_min", **two) for two in ({"world_size": 2}, {"all_ranks": [3, 1]})
-        ],
-    ),
-    (
-        "cut the model into 6 stages, for 3 workers (world_size=3",
-        lambda c: step(c, model=Chain(3), schedule="zb_v"),
-        lambda c: same(c, model=Chain(6), schedule="zb_v", world_size=3),
-    ),
-    (
-        "or take interleaved_1f1b, which works on any",
-        lambda c: step(c, model=Chain(3), schedule="dualpipe_v", world_size=2),
-        lambda c: same(c, model=Chain(3), schedule="interleaved_1f1b", world_size=2),
-    ),
-    ("numbers of workers as world_size=", lambda c: step(2), lambda c: same(c, world_size=2)),
-    (
-        "ask for 1 to 4",
-        lambda c: step(c, world_size=5),
-        lambda c: [same(c, model=Chain(4), world_size=n) for n in (1, 4)],
-    ),
-    ("name workers of the cluster, 0 to 3", lambda c: step(c, all_ranks=[0, 4]), lambda c: same(c, all_ranks=[3, 0])),
-    ("give one of them", lambda c: step(c, all_ranks=[3, 0], world_size=3), lambda c: same(c, all_ranks=[3, 0])),
-    ("give the number of micro-batches first", lambda c: step(c, chunks=X), lambda c: same(c, chunks=4)),
-    ("name 2 workers", lambda c: step(c, world_size=3), lambda c: same(c, world_size=2)),
-    (
-        "or cut the model into more stages",
-        lambda c: step(c, world_size=3),
-        lambda c: same(c, model=Chain(3), world_size=3),
-    ),
-    (
-        "or None for no limit",
-        lambda c: step(c, step_timeout=-1),
-        lambda c: [same(c, step_timeout=each) for each in (30, None)],
-    ),
-    (
-        "give True to hold no more",
-        lambda c: step(c, out_of_order=-1),
-        lambda c: [same(c, out_of_order=n) for n in (True, 3)],
-    ),
-    (
-        "give at least 2, or True",
-        lambda c: step(c, chunks=3, out_of_order=1),
-        lambda c: [same(c, chunks=3, out_of_order=n) for n in (True, 2)],
-    ),
-    (
-        "leave single_loss out, so that each micro-batch has a loss",
-        lambda c: step(c, model=Gives(torch.sum), loss=sums, kind=PipelineDriverFillDrain, single_loss=True),
-        lambda c: same(c, model=Gives(torch.sum), loss=sums, kind=PipelineDriverFillDrain, loss_reduction="sum"),
-    ),
-    (
-        "give one value for each micro-batch",
-        lambda c: step(c, MicroBatches(X.split(2)), TARGET),
-        lambda c: given_in_parts(c, Chain(2), 3),
-    ),
-    (
-        "detach it, or make it a parameter",
-        lambda c: step(c, X.clone().requires_grad_(), TARGET),
-        lambda c: same(c, X.clone().requires_grad_().detach(), TARGET),
-    ),
-    (
-        "give each of them a worker",
-        lambda c: step(c, placement={0: 0, 1: 1, 2: 0}),
-        lambda c: same(c, placement={0: 0, 1: 1}),
-    ),
-    (
-        "start a larger cluster",
-        lambda c: step(c, model=Chain(4), schedule=schedule(4), world_size=2),
-        lambda c: same(c, model=Chain(4), schedule=schedule(4)),
-    ),
-    (
-        "or make another program",
-        lambda c: step(c, schedule=schedule(2), chunks=3),
-        lambda c: [same(c, schedule=schedule(2)), same(c, schedule=schedule(2, chunks=3), chunks=3)],
-    ),
-    (
-        "leave one of them out (schedule='list' takes memory=)",
-        lambda c: step(c, schedule="1f1b", max_live=2),
-        lambda c: [same(c, schedule="auto", max_live=2), same(c, schedule="list", memory=2)],
-    ),
-    (
-        "one number or one for each worker",
-        lambda c: step(c, schedule="auto", max_live=0),
-        lambda c: [same(c, schedule="auto", max_live=each) for each in (2, [2, 1])],
-    ),
-    ("give one, or one each", lambda c: auto(step, c, [2]), lambda c: auto(same, c, [2, 2])),
-    ("give it at least 2", lambda c: auto(step, c, 1), lambda c: auto(same, c, 2)),
-    (
-        "schedule='auto' takes memory, max_live, memory_limit and placement",
-        lambda c: step(c, schedule="auto", costs=4),
-        lambda c: [
-            same(c, schedule="auto", max_live=4, placement={0: 0, 1: 1}, **{name: 10**9})
-            for name in ("memory_limit", "memory")
-        ],
-    ),
-    (
-        "leave one of them out",
-        lambda c: step(c, kind=PipelineDriverFillDrain, single_loss=True, _debug_mask_minibatches=True),
-        lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
-    ),
-    (
-        "a loss function, which the Pipe does not have; give one",
-        lambda c: step(c, X, loss=None, kind=PipelineDriverFillDrain, single_loss=True),
-        lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
-    ),
-]
-
-
-def auto(run, cluster, max_live):
-    """Run a step on two workers with two stages each, by the automatic schedule."""
-    return run(cluster, model=Chain(4), schedule="auto", world_size=2, max_live=max_live)
+V_SHAPED = {"stages": 4, "schedule": "v_min"}
+FILL_DRAIN = {"kind": PipelineDriverFillDrain, "single_loss": True}
+AUTO = {"schedule": "auto"}
+TWO_EACH = {"schedule": "auto", "stages": 4, "world_size": 2}  # two stages on each of two workers
 
 
 def schedule(workers, chunks=2):
     return make_schedule("1f1b", workers=workers, chunks=chunks)
 
 
-@pytest.mark.parametrize(("words", "fails", "advised"), DRIVERS, ids=[row[0] for row in DRIVERS])
-def test_arguments_of_drivers(words, fails, advised, four):
+def given_in_parts(cluster, chunks):
+    model = Chain(2)
+    same(cluster, MicroBatches(X.chunk(chunks)), TARGET, model=model, chunks=chunks, plain=mse(model(X), TARGET))
+
+
+# Words of the message, what is refused, and all that it advises: functions of a cluster, or options of `step` and of `same`.
+DRIVERS = [
+    ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), {}),
+    (
+        "give it 2 workers (world_size=2, or as many all_ranks=)",
+        V_SHAPED,
+        {**V_SHAPED, "world_size": 2},
+        {**V_SHAPED, "all_ranks": [3, 1]},
+    ),
+    (
+        "cut the model into 6 stages, for 3 workers (world_size=3",
+        {"stages": 3, "schedule": "zb_v"},
+        {"stages": 6, "schedule": "zb_v", "world_size": 3},
+    ),
+    (
+        "or take interleaved_1f1b, which works on any",
+        {"stages": 3, "schedule": "dualpipe_v", "world_size": 2},
+        {"stages": 3, "schedule": "interleaved_1f1b", "world_size": 2},
+    ),
+    ("numbers of workers as world_size=", lambda c: step(2), {"world_size": 2}),
+    ("ask for 1 to 4", {"world_size": 5}, {"stages": 4, "world_size": 1}, {"stages": 4, "world_size": 4}),
+    ("name workers of the cluster, 0 to 3", {"all_ranks": [0, 4]}, {"all_ranks": [3, 0]}),
+    ("give one of them", {"all_ranks": [3, 0], "world_size": 3}, {"all_ranks": [3, 0]}),
+    ("give the number of micro-batches first", {"chunks": X}, {"chunks": 4}),
+    ("name 2 workers", {"world_size": 3}, {"world_size": 2}),
+    ("or cut the model into more stages", {"world_size": 3}, {"stages": 3, "world_size": 3}),
+    ("or None for no limit", {"step_timeout": -1}, {"step_timeout": 30}, {"step_timeout": None}),
+    ("give True to hold no more", {"out_of_order": -1}, {"out_of_order": True}, {"out_of_order": 3}),
+    (
+        "give at least 2, or True",
+        {"chunks": 3, "out_of_order": 1},
+        {"chunks": 3, "out_of_order": True},
+        {"chunks": 3, "out_of_order": 2},
+    ),
+    (
+        "leave single_loss out, so that each micro-batch has a loss",
+        lambda c: step(c, model=Gives(torch.sum), loss=sums, **FILL_DRAIN),
+        lambda c: same(c, model=Gives(torch.sum), loss=sums, kind=PipelineDriverFillDrain, loss_reduction="sum"),
+    ),
+    (
+        "give one value for each micro-batch",
+        lambda c: step(c, MicroBatches(X.split(2)), TARGET),
+        lambda c: given_in_parts(c, 3),
+    ),
+    (
+        "detach it, or make it a parameter",
+        lambda c: step(c, X.clone().requires_grad_(), TARGET),
+        lambda c: same(c, X.clone().requires_grad_().detach(), TARGET),
+    ),
+    ("give each of them a worker", {"placement": {0: 0, 1: 1, 2: 0}}, {"placement": {0: 0, 1: 1}}),
+    (
+        "start a larger cluster",
+        {"stages": 4, "schedule": schedule(4), "world_size": 2},
+        {"stages": 4, "schedule": schedule(4)},
+    ),
+    (
+        "or make another program",
+        {"schedule": schedule(2), "chunks": 3},
+        {"schedule": schedule(2)},
+        {"schedule": schedule(2, chunks=3), "chunks": 3},
+    ),
+    (
+        "leave one of them out (schedule='list' takes memory=)",
+        {"schedule": "1f1b", "max_live": 2},
+        {**AUTO, "max_live": 2},
+        {"schedule": "list", "memory": 2},
+    ),
+    (
+        "one number or one for each worker",
+        {**AUTO, "max_live": 0},
+        {**AUTO, "max_live": 2},
+        {**AUTO, "max_live": [2, 1]},
+    ),
+    ("give one, or one each", {**TWO_EACH, "max_live": [2]}, {**TWO_EACH, "max_live": [2, 2]}),
+    ("give it at least 2", {**TWO_EACH, "max_live": 1}, {**TWO_EACH, "max_live": 2}),
+    (
+        "schedule='auto' takes memory, max_live, memory_limit and placement",
+        {**AUTO, "costs": 4},
+        *({**AUTO, "max_live": 4, "placement": {0: 0, 1: 1}, name: 10**9} for name in ("memory_limit", "memory")),
+    ),
+    ("leave one of them out", {**FILL_DRAIN, "_debug_mask_minibatches": True}, FILL_DRAIN),
+    (
+        "a loss function, which the Pipe does not have; give one",
+        lambda c: step(c, X, loss=None, **FILL_DRAIN),
+        FILL_DRAIN,
+    ),
+]
+
+
+def run(how, cluster, given):
+    return given(cluster) if callable(given) else how(cluster, **given)
+
+
+@pytest.mark.parametrize("row", DRIVERS, ids=[str(row[0]) for row in DRIVERS])
+def test_arguments_of_drivers(row, four):
+    words, wrong, *advised = row
     with pytest.raises(PippyError) as caught:
-        fails(four)
+        run(step, four, wrong)
     assert words in str(caught.value)
-    advised(four)
+    for each in advised:
+        run(same, four, each)
 
 
 class EveryOther(ChunkSpec):
@@ -408,18 +384,16 @@ class Tag:
     __hash__ = None  # type: ignore[assignment]
 
 
-torch.fx.wrap("tag")
-
-
 def tag(x):
     return Tag(len(x))
 
 
-torch.fx.wrap("rows_as_list")
-
-
 def rows_as_list(x):
     return list(x)
+
+
+torch.fx.wrap("tag")
+torch.fx.wrap("rows_as_list")
 
 
 @pytest.mark.parametrize(("words", "make", "spec", "advised"), OUTPUTS, ids=[row[0] for row in OUTPUTS])
@@ -484,13 +458,16 @@ OPTIMIZERS = [
         lambda d: made(d, {"params": NAMES[:1]}, {"params": NAMES[1:]}),
     ),
 ]
+SENT = ("call driver.run before step()", "give them all to instantiate_optimizer")  # the optimizer was made
 
 
 @pytest.mark.parametrize(("words", "fails", "advised"), OPTIMIZERS, ids=[row[0] for row in OPTIMIZERS])
 def test_optimizers(words, fails, advised, driver):
+    before = list(driver.session.counts)
     with pytest.raises(OptimizerError) as caught:
         fails(driver)
     assert words in str(caught.value)
+    assert driver.session.counts == before or words in SENT, "it is refused before anything is sent"
     trains(driver, advised(driver))
 
 
@@ -519,29 +496,6 @@ def test_a_closed_driver(driver):
     step(driver.cluster)
 
 
-def test_gradients_that_are_not_finite(four):
-    driver = PipelineDriver1F1B(pipeline(Chain(2), mse), four, check=False)
-    driver.run(2, X * float("inf"), TARGET)
-    with pytest.raises(DriverError, match="pass error_if_nonfinite=False to clip anyway"):
-        driver.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    assert not driver.clip_grad_norm_(1.0, error_if_nonfinite=False).isfinite()
-    driver.close()
-
-
-def test_recordings(driver, tmp_path):
-    words = r"run steps inside `with driver.record\(\) as recording:`"
-    for limit in (0, 2):
-        with pytest.raises(DriverError, match="1 or more" if not limit else words), driver.record(limit) as recording:
-            recording.report(tmp_path / "page.html")
-    with driver.record() as recording:
-        driver.run(2, X, TARGET)
-    with pytest.raises(DriverError, match="give 0 to 0, or none"):
-        recording.report(tmp_path / "page.html", step=1)
-    for step_number in (0, None):
-        recording.report(tmp_path / f"{step_number}.html", step=step_number)
-        assert (tmp_path / f"{step_number}.html").exists()
-
-
 class Locks(nn.Module):
     """A layer with a lock, which cannot be sent."""
 
@@ -557,16 +511,6 @@ def test_what_belongs_to_this_process(four):
     with pytest.raises(PippyError, match="keep such objects out of the model and its arguments"):
         PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), four)
     PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), four).run(2, X, TARGET)
-
-
-def test_programs_that_do_not_fit(four):
-    pipe = pipeline(Chain(2), mse)
-    with pytest.raises(PippyError, match=r"make a schedule with as many stages \(workers times stages_per_worker\)"):
-        lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
-    for program in (schedule(2), make_schedule("looped_bfs", workers=1, chunks=2, stages_per_worker=2)):
-        assert lower(pipe, program)
-    with pytest.raises(PippyError, match="lower takes a Pipe and a program of make_schedule"):
-        lower(pipe, "1f1b")
 
 
 def test_a_loss_that_is_not_a_number(four):

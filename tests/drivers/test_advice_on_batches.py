@@ -1,9 +1,7 @@
-"""What errors about rows, and about what a model holds, say to do gives the plain model's numbers.
-
-Each row of the tables is what a user wrote, words of the error, and the advice as code. All advice is followed.
-"""
+"""What errors about rows, and about what a model holds, say to do gives the plain model's numbers."""
 
 import copy
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +19,10 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.base.errors import StepError
 from pippy.errors import DriverError, MicrobatchError
+from pippy.ir.base.errors import InputError
+from tests.comparisons import assert_gradients, assert_loss, assert_state
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -52,11 +53,8 @@ class Script:
         driver = PipelineDriver1F1B(pipe, threads, **self.driver)
         try:
             loss = driver.run(self.chunks, *self.inputs)
-            wanted = plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1])
-            wanted.backward()
-            torch.testing.assert_close(loss, wanted.detach())
-            for name, parameter in plain.named_parameters():
-                torch.testing.assert_close(driver.get_grad(name), parameter.grad, msg=name)
+            assert_loss(loss, plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1]))
+            assert_gradients(driver, plain)
         finally:
             driver.close()
 
@@ -382,8 +380,7 @@ def test_a_flat_text_with_offsets(threads):
     F.cross_entropy(plain(text, offsets), target).backward()
     driver = PipelineDriver1F1B(pipeline(model, nn.CrossEntropyLoss(), example_args=(padded, target)), threads)
     driver.run(2, padded, target)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    assert_gradients(driver, plain)
 
 
 class Taught(nn.Module):
@@ -429,5 +426,88 @@ def test_an_averaged_teacher(threads):
         optimizer.zero_grad()
         driver.run(2, x, target)
         optimizer.step()
-    for name, value in driver.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name], msg=name)
+    assert_state(driver, plain)
+
+
+# A driver refuses a call for which forward would do something else, before anything is sent.
+
+
+X = torch.randn(6, 4, dtype=torch.float64)
+
+
+class Fixes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        if x.shape[0] > 3:
+            x = x * 2
+        x = self.second(self.first(x))
+        pipe_split()
+        return x.sum(1) if x.size(1) > 2 else x
+
+
+def test_each_micro_batch_is_checked_before_anything_is_sent(threads):
+    model = Fixes().double()
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss(), example_args=(X, X[:, 0])), threads)
+    first = driver.run(1, X, X[:, 0])
+    with pytest.raises(MicrobatchError, match=r"(?s)depends on the number of rows.*chunks=1"):
+        driver.run(2, X, X[:, 0])  # micro-batches of three rows
+    driver.copy_to(model)
+    assert model.second.num_batches_tracked == 1
+    more = torch.cat([X, X])
+    assert torch.isfinite(driver.run(2, more, more[:, 0])) and torch.isfinite(first)
+    driver.copy_to(model)
+    assert model.second.num_batches_tracked == 3
+
+
+class AsksForRows(nn.Module):
+    """The number of rows is asked of an input, or of what a stage has computed."""
+
+    def __init__(self, of_input):
+        super().__init__()
+        self.first, self.last, self.of_input = nn.Linear(4, 4), nn.Linear(4, 2), of_input
+
+    def forward(self, x):
+        h = self.first(x)
+        assert len(x if self.of_input else h) == 6
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("of_input", "error", "told"),
+    [
+        (True, InputError, "These are the sizes of micro-batch 0, which has rows 0 to 2 of 6"),
+        (False, StepError, r"stage 0, micro-batch 0, rows 0 to 2 of 6\)"),
+    ],
+)
+def test_rows_in_errors_are_those_of_the_call(of_input, error, told, threads):
+    x, target = torch.ones(6, 4), torch.ones(6, 2)
+    pipe = pipeline(AsksForRows(of_input), nn.MSELoss(), num_stages=2, split="parameters", example_args=(x, target))
+    driver = PipelineDriver1F1B(pipe, threads)
+    with pytest.raises(error, match=told) as caught:
+        driver.run(2, x, target)
+    assert "forward depends on the number of rows" in str(caught.value)
+    assert re.search(
+        "What to do: make another Pipe .*, or run one micro-batch, chunks=1$", str(caught.value), re.MULTILINE
+    )
+    driver.run(1, x, target)
+
+
+def test_a_loss_that_a_model_returns_and_nobody_was_told_of(threads):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x)).pow(2).mean()
+
+    x = torch.randn(6, 4)
+    with pytest.raises(MicrobatchError, match=r"make the Pipe with pipeline\(..., output_loss_value_spec=True\)$"):
+        PipelineDriver1F1B(pipeline(Returns(), num_stages=2, split="parameters"), threads).run(2, x)
+    pipe = pipeline(Returns(), num_stages=2, split="parameters", output_loss_value_spec=True)
+    driver = PipelineDriver1F1B(pipe, threads)
+    driver.run(2, x)
+    assert driver.get_grad("first.weight").any()

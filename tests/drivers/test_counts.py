@@ -1,16 +1,19 @@
-"""Fast is counted before it is timed: messages, values and bytes in a step; and what must not grow."""
+"""Messages, values and bytes of a step are counted, and what a step holds."""
 
 import copy
 import os
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pippy import (
+    Max,
     MultiUseParameterConfig,
     PipelineDriver,
     PipelineDriver1F1B,
@@ -21,7 +24,9 @@ from pippy import (
 from pippy.drivers.plan import make_schedule, simulate
 from pippy.drivers.plan.language.instructions import Send
 from pippy.drivers.plan.orders.registry import REGISTRY
-from tests.drivers.models import Chain, TiedLanguage
+from pippy.drivers.worker.step_context import StepDevice
+from tests.comparisons import assert_gradients
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -35,7 +40,6 @@ def test_a_step_is_one_message_to_every_worker(cluster):
         for _ in range(3):
             driver.run(chunks, x, target)
         assert [after - was for after, was in zip(cluster.session.counts, before)] == [3, 3, 3, 0]
-    driver.close()
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -50,14 +54,13 @@ def test_workers_hold_as_many_activations_as_a_simulation_says(threads, schedule
         step.result()
         made = make_schedule(schedule, workers=workers, chunks=chunks, stages_per_worker=per_worker)
         assert [step.peak_live[rank] for rank in driver.ranks] == list(simulate(made).peak_live)
-    driver.close()
 
 
 def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
     """The skip of the model is used by the third stage, not by the second: two values of one size leave the first."""
     pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.TRANSMIT)
     driver = PipelineDriver1F1B(pipe, threads)
-    x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+    x, target = tokens(6)
     driver.run(3, x, target)
     transports = [worker.context.transport for worker in threads.engine.workers]
     before = [{to: (sent.values, sent.bytes) for to, sent in each.sent.items()} for each in transports]
@@ -73,11 +76,6 @@ def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
             mine = [each for each in sends if each.to == to]
             assert values - was_values == len(mine)
             assert moved - was_bytes == sum(sizes["weight" if "weight" in each.value else "hidden"] for each in mine)
-    driver.close()
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def held(pid):
@@ -96,7 +94,7 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
     def steps(count):
         for _ in range(count):
             optimizer.zero_grad()
-            driver.run(4, torch.randint(13, (8, 5)), torch.randint(13, (8, 5)))
+            driver.run(4, *tokens(8))
             optimizer.step()
 
     steps(60)
@@ -106,7 +104,6 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
     for pid, (threads, files, memory), (threads_now, files_now, memory_now) in zip(pids, before, after):
         assert threads_now <= threads and files_now <= files, pid
         assert memory_now - memory < 4096, f"process {pid} grew by {memory_now - memory} kB"
-    driver.close()
 
 
 def test_drivers_that_are_gone_leave_nothing_on_the_workers(cluster):
@@ -171,9 +168,7 @@ def test_the_acceptance_case_of_pippy(cluster, config, kind):
     for chunks in (5, 1, 100):
         driver.zero_grad()
         torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-10, atol=0)
-        for name, gradient in driver.gradients().items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-8, atol=1e-8)
-    driver.close()
+        assert_gradients(driver, plain, rtol=1e-8, atol=1e-8)
 
 
 class Watched(torch.autograd.Function):
@@ -228,4 +223,139 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
     assert arrived
     F.mse_loss(plain(x), target).backward()
     torch.testing.assert_close(driver.get_grad("first.weight"), plain.first.weight.grad)
-    driver.close()
+
+
+# What a step holds: storages that are alive are counted whenever a stage makes one more.
+
+
+made: dict[str, list[StorageWeakRef]] = {}
+most: dict[str, int] = {}
+
+
+@torch.fx.wrap
+def noted(name, value):
+    """The value; its storage is counted among those of this name."""
+    made.setdefault(name, []).append(StorageWeakRef(value.untyped_storage()))
+    most[name] = max(most.get(name, 0), sum(not each.expired() for each in made[name]))
+    return value
+
+
+class NotedGradient(torch.autograd.Function):
+    """The value as it is; its gradient is counted."""
+
+    @staticmethod
+    def forward(ctx, name, value):
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, noted(ctx.name, gradient.clone())
+
+
+@torch.fx.wrap
+def with_noted_gradient(name, value):
+    return NotedGradient.apply(name, value)
+
+
+class Three(Chain):
+    def forward(self, x):
+        x = noted("first", self.layers[0](x))
+        pipe_split()
+        x = noted("second", self.layers[1](x))
+        pipe_split()
+        return noted("output", with_noted_gradient("gradient", self.layers[2](x)))
+
+
+def loss_fn(output, target):
+    return F.mse_loss(with_noted_gradient("gradient of the output", output), target)
+
+
+def most_held(run):
+    """The most storages of each name that were alive at a time while something ran."""
+    made.clear()
+    most.clear()
+    run()
+    return dict(most)
+
+
+DRIVERS = {
+    "1f1b": (PipelineDriver1F1B, {}),
+    "one worker": (PipelineDriver1F1B, {"world_size": 1}),
+    "zb_h1": (PipelineDriver, {"schedule": "zb_h1"}),
+    "out of order": (PipelineDriver, {"schedule": "1f1b", "out_of_order": True}),
+}
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_what_a_step_holds_does_not_grow_with_the_micro_batches(threads, kind):
+    """The input of the loss and its gradient were held to the end of the step, and with them the inputs of the last stage."""
+    driver_class, options = DRIVERS[kind]
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    driver = driver_class(pipeline(Three(), loss_fn), threads, loss_reduction="mean", check=False, **options)
+    few, many = (most_held(lambda chunks=chunks: driver.run(chunks, x, target)) for chunks in (8, 32))
+    assert few == many and max(many.values()) <= 3
+    with torch.no_grad():
+        assert set(most_held(lambda: driver.run(32, x, target)).values()) == {1}
+        asked = most_held(lambda: driver.run(32, x, target, outputs=True))
+    assert asked == {"first": 1, "second": 1, "output": 32}, "outputs wait for the answer, and nothing else does"
+
+
+def test_a_step_that_is_done_holds_its_result_alone(threads):
+    driver = PipelineDriver1F1B(pipeline(Three()), threads)
+    x = torch.randn(8, 8)
+    storage = StorageWeakRef(x.untyped_storage())
+    with driver.record() as recording:
+        step = driver.run_async(4, x)
+    del x
+    first = step.result()
+    driver.run(4, torch.randn(8, 8))  # a thread that answers this one has let go of what it did before
+    assert storage.expired(), "the inputs"
+    assert step.result() is first and len(recording.steps) == 1 and step.peak_live
+
+
+class LossInTheMiddle(Chain):
+    """The last stage makes an output that the loss does not depend on."""
+
+    def forward(self, x, target):
+        x = self.layers[0](x)
+        pipe_split()
+        x = self.layers[1](x)
+        loss = F.mse_loss(x, target)
+        pipe_split()
+        return {"loss": loss, "largest": noted("beside", torch.tanh(self.layers[2](x))).amax()}
+
+
+def test_a_stage_without_a_backward_keeps_nothing_for_one(threads):
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    for schedule in ("1f1b", "zb_h1"):
+        options = {"schedule": schedule, "loss_reduction": "mean", "output_spec": Max()}
+        driver = PipelineDriver(pipeline(LossInTheMiddle()), threads, **options)
+        driver.run(32, x, target)  # the first step looks at an output twice
+        assert most_held(lambda driver=driver: driver.run(32, x, target)) == {"beside": 1}
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 4), (3, 8)])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_inputs_are_on_the_device_from_their_forward_on(threads, monkeypatch, checkpoint, workers, most):
+    """Those of all micro-batches were put there when a training step began, and waited for their turn."""
+    there = {}
+
+    def moved(place, tensor):
+        if id(tensor) in there and there[id(tensor)]() is tensor:
+            return tensor
+        copy = noted("inputs", tensor.clone())
+        there[id(copy)] = weakref.ref(copy)
+        return copy
+
+    monkeypatch.setattr(StepDevice, "takes_inputs_up", True)
+    monkeypatch.setattr(StepDevice, "here", moved)
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    model = Three()
+    driver = PipelineDriver1F1B(
+        pipeline(model, loss_fn), threads, world_size=workers, loss_reduction="mean", checkpoint=checkpoint
+    )
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            assert 1 <= most_held(lambda: driver.run(32, x, target))["inputs"] <= (most if trains else 2 * workers)
+    torch.testing.assert_close(driver.run(32, x, target), loss_fn(model(x), target).detach())

@@ -31,16 +31,13 @@ from pippy.drivers.wire.gpu.copies import Accelerator, NotShared, Shared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError
-from tests.drivers.models import TiedLanguage
+from tests.comparisons import assert_loss, assert_state, update
+from tests.drivers.models import TiedLanguage, cross_entropy, tokens
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.simulated_device import SimulatedDevice
 from tests.drivers.thread_cluster import thread_cluster
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def gpus():
@@ -75,9 +72,7 @@ def test_a_device_hands_values_on(devices, options):
     for _ in range(2):
         driver.zero_grad()
         loss = driver.run(3, x, target)
-    expected = F.mse_loss(plain(x), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
+    assert_loss(loss, F.mse_loss(plain(x), target))
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(driver.gradients()[name], parameter.grad)
@@ -93,23 +88,14 @@ def test_training_is_that_of_the_plain_model(devices, config, schedule, options)
     plain = copy.deepcopy(model)
     pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
     driver = PipelineDriver(pipe, devices, schedule=schedule, **options)
-    mine, theirs = (
-        driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2),
-        torch.optim.AdamW(plain.parameters(), lr=1e-2),
-    )
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for _ in range(3):
-        x, target = torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
-        mine.zero_grad()
-        theirs.zero_grad()
-        loss = cross_entropy(plain(x), target)
-        loss.backward()
-        torch.testing.assert_close(driver.run(3, x, target), loss.detach(), rtol=1e-9, atol=0)
+        x, target = tokens()
+        assert_loss(driver.run(3, x, target), cross_entropy(plain(x), target), rtol=1e-9, atol=0)
         torch.testing.assert_close(driver.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        mine.step()
-        theirs.step()
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-8, atol=1e-11)
-    driver.close()
+        update(mine, theirs)
+    assert_state(driver, plain, rtol=1e-8, atol=1e-11)
 
 
 @needs_gpu

@@ -1,25 +1,37 @@
-"""The headline of the runtime: on workers, every model of the zoo gives the reference's numbers, bit for bit."""
+"""The models of the zoo on workers give the reference's numbers, bit for bit, under every schedule and as graphs."""
 
 import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
-from pippy import pipeline
+import pippy
+from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, pipeline
+from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.specs import MicroBatches
 from pippy.drivers.driver.drivers import (
     PipelineDriver1F1B,
     PipelineDriverFillDrain,
     PipelineDriverInterleaved1F1B,
 )
-from pippy.ir.base.trees import map_tensors
+from pippy.drivers.lowering.flow import loss_stage
+from pippy.ir.base.names import stage_index
+from pippy.ir.base.trees import leaves, map_tensors
 from pippy.ir.call.signature import bind
+from pippy.ir.pipe import compiled_of
+from pippy.ir.record.compiled import flat_inputs, is_getitem
 from pippy.ir.reference import run_microbatches
-from tests.drivers.added_on_workers import add_as_workers_do
+from tests.comparisons import assert_gradients, assert_loss
+from tests.drivers.models import Chain
+from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import WAYS, exhibits
 
 pytestmark = [
-    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.usefixtures("in_float64", "seeded"),
     pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
 ]
 
@@ -44,24 +56,300 @@ def assert_bits(mine, theirs):
         )
 
 
+def with_reference(model, reference, chunks):
+    """What to give a driver for so many micro-batches of a model of the zoo, and what runs the reference for them."""
+    target = [model.target()] if model.loss_fn is not None else []
+    microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
+    bound = [bind(reference, (*each, *target), {}) for each in microbatches]
+    given = [*(list(same) for same in zip(*microbatches)), *([each] * chunks for each in target)]
+    return list(map(MicroBatches, given)), lambda: run_microbatches(reference, bound)
+
+
+def gradients_of(pipe):
+    return {name: pipe.get_grad(name) for name, _ in pipe.named_parameters()}
+
+
 @pytest.mark.parametrize(("name", "config"), WAYS)
 def test_the_zoo_trains_as_the_reference_does(cluster, name, config):
     """Losses are added up, so that micro-batches may have any shapes."""
     model, pipe = build(name, config)
-    target = [model.target()] if model.loss_fn is not None else []
     for kind, chunks, workers in DRIVERS:
         driver = kind(pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum", check=False)
         reference = add_as_workers_do(copy.deepcopy(pipe), driver.program(chunks).placement.worker_of)
-        microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
+        given, run = with_reference(model, reference, chunks)
         before = torch.get_rng_state()
-        expected = run_microbatches(reference, [bind(reference, (*each, *target), {}) for each in microbatches])
+        expected = run()
         if not torch.equal(before, torch.get_rng_state()):
             driver.close()
             return  # it draws random numbers, and every worker draws its own
-        given = [MicroBatches(list(same)) for same in zip(*microbatches)]
-        loss = driver.run(chunks, *given, *(MicroBatches([each] * chunks) for each in target))
+        loss = driver.run(chunks, *given)
         if model.loss_fn is not None:
             assert torch.equal(loss, sum(expected))
-        assert_bits(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+        assert_bits(driver.gradients(), gradients_of(reference))
         assert_bits(driver.state_dict(), reference.state_dict())
         driver.close()
+
+
+# v_half, v_min and eager_1f1b train the models of the zoo as the reference does, forwards computed again or not.
+
+
+MODES = ["never", "always", "except_last"]
+close = partial(torch.testing.assert_close, rtol=1e-13, atol=1e-15)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in exhibits if exhibits[each].loss_fn is not None and not exhibits[each].draws]
+)
+def test_the_zoo_under_other_schedules(workers, name):
+    """With two stages on each worker, in a V, where a model has an even number of them."""
+    number = list(exhibits).index(name)
+    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
+    schedule, size = (
+        ("eager_1f1b", pipe.num_stages)
+        if pipe.num_stages % 2
+        else (["v_half", "v_min"][number % 2], pipe.num_stages // 2)
+    )
+    reference = copy.deepcopy(pipe)
+    given, run = with_reference(model, reference, 4)
+    driver = PipelineDriver(
+        pipe,
+        workers,
+        schedule=schedule,
+        checkpoint=MODES[number % 3],
+        loss_reduction="sum",
+        check=False,
+        world_size=min(size, 4),
+    )
+    close(driver.run(4, *given), sum(run()))
+    close(driver.gradients(), gradients_of(reference))
+    close(driver.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", ["v_half", "v_min", "eager_1f1b"])
+def test_a_step_is_that_of_plain_pytorch(workers, schedule, checkpoint):
+    """Four workers, so that the three differ from other schedules; they hold as many micro-batches as the program says."""
+    model = Chain(4 if schedule == "eager_1f1b" else 8)
+    plain = copy.deepcopy(model)
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), workers, schedule=schedule, checkpoint=checkpoint)
+    x, target = torch.randn(18, 8), torch.randn(18, 8)
+    step = driver.run_async(9, x, target)
+    assert_loss(step.result(), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
+    assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(9).peak_live)
+
+
+# With ``compile="graphs"`` the stages run as flat graphs, and everything is to the bit as without.
+
+
+SCHEDULES = ["1f1b", "zb_h1", "fill_drain", "zb_h2"]
+# Exhibits with a stage that runs eagerly, and why.
+EAGER = {
+    "ConvBatchNorm": {"submod_1": "eager: it asks for the values of tensors (aten._local_scalar_dense.default)"},
+}
+
+
+def same_outputs(outputs, wanted, model):
+    """What a step gives is what the micro-batches give, added up or one behind the other."""
+    if model.loss_fn is not None:
+        assert torch.equal(outputs, sum(wanted))
+        return
+    for one, *each in zip(leaves(outputs), *map(leaves, wanted), strict=True):
+        assert torch.equal(one, torch.cat(each) if one.dim() else sum(each))
+
+
+@pytest.mark.parametrize("name", [each for each in exhibits if not exhibits[each].draws])
+def test_the_zoo_is_the_reference_to_the_bit(workers, name):
+    number = list(exhibits).index(name)
+    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
+    reference = copy.deepcopy(pipe)
+    given, run = with_reference(model, reference, 3)
+    driver = PipelineDriver(
+        pipe,
+        workers,
+        schedule=SCHEDULES[number % 4],
+        world_size=min(4, pipe.num_stages),
+        checkpoint="always" if number % 3 == 0 else "never",
+        loss_reduction="sum",
+        compile="graphs",
+        check=False,
+    )
+    same_outputs(driver.run(3, *given), run(), model)
+    assert_bits(driver.gradients(), gradients_of(reference))
+    with torch.no_grad():
+        same_outputs(driver.run(3, *given), run(), model)
+    eager = {stage: said for stage, said in driver.compiled.items() if not said.startswith("graphs")}
+    assert eager == EAGER.get(name, {}), eager
+
+
+class Dropping(nn.Module):
+    """Layers that draw, and a batch norm; in two stages."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(8, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.4), nn.Linear(16, 8)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def losses(workers, model, batches, **options):
+    """The losses of some steps of Adam, and the model's state afterwards."""
+    pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["layers.3"])
+    driver = PipelineDriver(pipe, workers, keyed_random=7, check=False, **options)
+    optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
+    made = []
+    for batch in batches:
+        optimizer.zero_grad()
+        made.append(driver.run(4, *batch))
+        optimizer.step()
+    with torch.no_grad():
+        made.append(driver.run(4, *batches[0]))
+    compiled, state = driver.compiled, driver.state_dict()
+    driver.close()
+    return made, state, compiled
+
+
+OPTIONS = {
+    "1f1b": {},
+    "halves": {"schedule": "zb_h1"},
+    "computed again": {"checkpoint": "always"},
+    "one loss": {"schedule": "fill_drain", "single_loss": True},
+    "out of order": {"out_of_order": True},
+    "replicas": {"replicas": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_that_draw_are_to_the_bit(cluster, name):  # processes: threads would share torch's generator
+    model = Dropping()
+    if name == "replicas":
+        pippy.convert_deferred_batch_norm(model)
+    batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(3)]
+    batches[1] = tuple(each[:14] for each in batches[1])  # its micro-batches have two sizes
+    plain, state, none = losses(cluster, model, batches, **OPTIONS[name])
+    made, other, compiled = losses(cluster, model, batches, compile="graphs", **OPTIONS[name])
+    assert not none and all(map(torch.equal, plain, made))
+    assert_bits(other, state)
+    wanted = dict.fromkeys(["submod_0", "submod_1"], "graphs for 3 forms of inputs")  # the third one in evaluation
+    assert {stage: compiled[stage] for stage in wanted} == wanted
+
+
+def test_under_autocast(cluster):
+    model = Dropping().float()
+    batches = [(torch.randn(8, 8, dtype=torch.float32), torch.randn(8, 8, dtype=torch.float32))] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, state, _ = losses(cluster, model, batches)
+        made, other, compiled = losses(cluster, model, batches, compile="graphs")
+    assert all(map(torch.equal, plain, made)) and compiled["submod_0"] == "graphs for 2 forms of inputs"
+    assert_bits(other, state)
+
+
+class CountsLarge(nn.Module):
+    """Its forward writes a buffer for micro-batches of more than two rows only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.register_buffer("large", torch.zeros(()))
+
+    def forward(self, x):
+        if len(x) > 2:
+            self.large += 1
+        return self.layers[1](torch.tanh(self.layers[0](x))) * (self.large + 1)
+
+
+def test_a_forward_that_writes_more_than_the_first_one_did_keeps_its_graph(workers):
+    """It is not computed again, and the loss is: from what the forward gave."""
+    model = nn.Sequential(nn.Linear(8, 8), CountsLarge())
+    made = []
+    for compile in (False, "graphs"):
+        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["1"])
+        driver = PipelineDriver(pipe, workers, checkpoint="always", compile=compile, check=False)
+        for rows in (4, 8):
+            torch.manual_seed(rows)
+            loss = driver.run(2, torch.randn(rows, 8), torch.randn(rows, 8))
+        made.append((loss, driver.gradients(), driver.state_dict()))
+        driver.close()
+    assert torch.equal(made[0][0], made[1][0])
+    assert_bits(made[1][1], made[0][1])
+    assert_bits(made[1][2], made[0][2])
+
+
+class Strict(nn.Module):
+    """An index that is too large fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(5, 8), nn.Linear(8, 8)])
+
+    def forward(self, tokens):
+        return self.layers[1](self.layers[0](tokens))
+
+
+def test_a_step_that_fails_names_the_line_and_the_next_one_is_right(workers):
+    model = Strict()
+    errors, made = [], []
+    for compile in (False, "graphs"):
+        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["layers.1"])
+        driver = PipelineDriver(pipe, workers, compile=compile, check=False)
+        tokens, target = torch.tensor([0, 1, 2, 3]), torch.ones(4, 8)
+        driver.run(2, tokens, target)
+        with pytest.raises(StepError) as raised:
+            driver.run(2, torch.tensor([0, 1, 2, 7]), target)
+        errors.append(str(raised.value).split("\n")[1])
+        driver.zero_grad()
+        made.append((driver.run(2, tokens, target), driver.gradients()))
+        assert not compile or driver.compiled["submod_0"].startswith("graphs")
+        driver.close()
+    assert errors[0] == errors[1] and "IndexError" in errors[0]
+    assert torch.equal(made[0][0], made[1][0])
+    assert_bits(made[1][1], made[0][1])
+
+
+# The reference with the gradients of a value added in the order in which workers do: first those of each worker.
+
+
+def add_as_workers_do(pipe: Pipe, worker_of: Sequence[int]) -> Pipe:
+    """Change the graph of a Pipe: what the stages of one worker give for a value is added first, the last stage's first.
+
+    What the loss gives for an output of its own stage is added before all others.
+    """
+    compiled, graph = compiled_of(pipe), pipe.split_gm.graph
+    own = loss_stage(compiled)
+
+    def stage_of(call: fx.Node) -> int:
+        index = stage_index(str(call.target))
+        return own if index is None else index
+
+    def summands(node: Any) -> list[Any]:
+        return [each for arg in node.args for each in summands(arg)] if node.target is torch.add else [node]
+
+    for root in graph.find_nodes(op="call_function", target=torch.add):
+        if any(user.target is torch.add for user in root.users):
+            continue
+        groups: dict[object, list[Any]] = {}
+        for each in summands(root):
+            call = each.args[0].kwargs["stage_output"]
+            value = flat_inputs(call)[each.args[1]]
+            inside = stage_of(value.args[0] if is_getitem(value) else value) == stage_of(call)
+            groups.setdefault("own" if inside else worker_of[stage_of(call)], []).append(each)
+        with graph.inserting_before(root):
+            total: Any = None
+            for group in groups.values():
+                found = group[0]
+                for each in group[1:]:
+                    found = graph.call_function(torch.add, (found, each))
+                total = found if total is None else graph.call_function(torch.add, (total, found))
+        root.replace_all_uses_with(total)
+    for node in reversed(graph.find_nodes(op="call_function", target=torch.add)):
+        if not node.users:
+            graph.erase_node(node)
+    return pipe

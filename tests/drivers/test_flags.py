@@ -1,7 +1,4 @@
-"""Flags of the user's model that may change at any time: `training` of modules, and `requires_grad` of parameters.
-
-Each change counts from the next call on, in the reference and in drivers, as in plain PyTorch.
-"""
+"""Flags that may change at any time: training of modules, requires_grad of parameters; stages that train nothing."""
 
 import copy
 import itertools
@@ -17,36 +14,16 @@ from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.ir.base.errors import ModeError, StageError
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients, assert_state
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def batch(rows=7):
-    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
 
 
 def plain_step(model, loss, x, target):
     found = loss(model(x), target)
     found.backward()
     return found.detach()
-
-
-def assert_gradients(gradients, model):
-    for name, gradient in gradients.items():
-        expected = model.get_parameter(name).grad
-        assert (gradient is None) == (expected is None), name
-        if gradient is not None:
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
-
-
-def assert_state(driver, model):
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
 # requires_grad
@@ -69,12 +46,11 @@ def test_a_parameter_that_is_frozen_after_the_driver_was_made_does_not_move(thre
         x, target = torch.randn(7, 8), torch.randn(7, 8)
         expected = plain_step(plain, F.mse_loss, x, target)
         torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
         mine.step(), theirs.step()
         assert_state(driver, plain)
         if to:  # else what is frozen has a gradient from before, and moves once more, as in torch
             mine.zero_grad(), theirs.zero_grad()
-    driver.close()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -89,15 +65,14 @@ def test_parameters_that_freeze_and_thaw_in_any_order(threads, config, schedule)
     for step in range(8):
         for name in choose.sample(names, 3):
             freeze(name, model, plain, to=choose.random() < 0.4 or name == "last.weight")
-        x, target = batch()
+        x, target = tokens()
         expected = plain_step(plain, cross_entropy, x, target)
         torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-10, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
         mine.step(), theirs.step()
         if step % 3:
             mine.zero_grad(), theirs.zero_grad()
     assert_state(driver, plain)
-    driver.close()
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -112,13 +87,12 @@ def test_stages_that_train_nothing_any_more_and_train_again(threads, single):
         driver.zero_grad(), plain.zero_grad()
         expected = plain_step(plain, F.mse_loss, x, target)
         torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver.gradients(), plain)
+        assert_gradients(driver, plain)
     freeze("layers", model)
     with pytest.raises(StepError, match=r"every parameter that it depends on is frozen(.|\n)*no_grad"):
         driver.run(2, x, target)
     with torch.no_grad():  # as the message advises
         torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
-    driver.close()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -127,9 +101,9 @@ def test_the_reference_follows_requires_grad(config):
     plain, pipe = copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
     for name, to in (("embedding", False), ("first", False), ("embedding", True), ("norm", False)):
         freeze(name, model, plain, to=to)
-        x, target = batch()
+        x, target = tokens()
         torch.testing.assert_close(pipe(x, target), plain_step(plain, cross_entropy, x, target), rtol=1e-10, atol=0)
-        assert_gradients({name: pipe.get_grad(name) for name, _ in plain.named_parameters()}, plain)
+        assert_same_gradients(pipe, plain)
     freeze("", model)
     with pytest.raises(StageError, match="frozen"):
         pipe(x, target)
@@ -199,7 +173,6 @@ def test_whoever_is_switched_all_that_stands_for_it_is(threads, first, second):
         assert {name: each.training for name, each in pipe.named_modules()} == {
             name: each.training for name, each in plain.named_modules()
         }
-    driver.close()
 
 
 class Auxiliary(nn.Module):
@@ -225,7 +198,6 @@ def test_a_model_that_is_bound_to_its_mode_refuses_the_other_whoever_is_switched
         assert threads.session.counts == before
         pipe.train()  # as the message advises
         torch.testing.assert_close(run(x), model(x))
-    driver.close()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -251,3 +223,112 @@ def test_a_pipe_outlives_its_model():
     pipe.train()(x)
     pipe.norm.eval(), pipe.eval()
     assert pipe(x).shape == expected.shape
+
+
+# Stages that train nothing: where no gradient is needed none is computed or sent.
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside two small ones that are trained, as LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+KINDS = {
+    "t": lambda: nn.Linear(4, 4),
+    "f": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "L": Adapted,
+    "n": nn.Tanh,
+}
+
+
+class Stages(nn.Module):
+    """A stage for each letter: trained, frozen, with adapters, or with no parameters. The last uses what the first makes."""
+
+    def __init__(self, kinds):
+        super().__init__()
+        self.layers = nn.ModuleList(KINDS[kind]() for kind in kinds)
+
+    def forward(self, x):
+        first = x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:-1]:
+            pipe_split()
+            x = torch.tanh(layer(x))
+        pipe_split()
+        return self.layers[-1](x + first)
+
+
+def sent(cluster):
+    """How many bytes the workers have sent to each other."""
+    transports = [worker.context.transport for worker in cluster.engine.workers]
+    return sum(to.bytes for each in transports for to in each.sent.values())
+
+
+def check_steps(driver, plain, steps=2):
+    """Steps of an optimizer of the trained parameters are those of the plain model."""
+    x, target = torch.randn(7, 4), torch.randn(7, 4)
+    trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
+    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, param_groups=[{"params": trained}])
+    plain_optimizer = torch.optim.AdamW([plain.get_parameter(name) for name in trained], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        assert_loss(driver.run(3, x, target), F.mse_loss(plain(x), target))
+        assert_gradients(driver, plain)
+        torch.testing.assert_close(
+            driver.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1), check_stride=False
+        )
+        optimizer.step()
+        plain_optimizer.step()
+    torch.testing.assert_close(driver.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "gradients"), [("tttt", 4), ("fttt", 2), ("fnLf", 1), ("ffft", 0), ("tfft", 4), ("LfnL", 4), ("nfLL", 1)]
+)
+def test_no_gradient_is_sent_where_none_is_needed(threads, kinds, gradients):
+    model = Stages(kinds)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, nn.MSELoss())
+    for schedule in ("1f1b", "zb_h1", "fill_drain"):
+        driver = PipelineDriver(pipe, threads, schedule=schedule, out_of_order=schedule == "zb_h1")
+        check_steps(driver, copy.deepcopy(plain))
+        before = sent(threads)
+        driver.run(3, torch.randn(7, 4), torch.randn(7, 4))
+        assert sent(threads) - before == (4 + gradients) * 7 * 4 * 8, "a message without a gradient has no bytes"
+        driver.close()
+
+
+def test_a_stage_that_freezes_and_thaws(threads):
+    model = Stages("tttt")
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads, check=False)
+    x, target = torch.randn(7, 4), torch.randn(7, 4)
+    for frozen, gradients in (((), 4), ((0,), 2), ((0, 1), 1), ((0,), 2), ((), 4)):
+        for number, layer in enumerate(model.layers):
+            layer.requires_grad_(number not in frozen)
+        plain = copy.deepcopy(model)
+        F.mse_loss(plain(x), target).backward()
+        driver.zero_grad()
+        before = sent(threads)
+        driver.run(3, x, target)
+        assert sent(threads) - before == (4 + gradients) * 7 * 4 * 8
+        assert_gradients(driver, plain)
+
+
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+def test_a_frozen_parameter_that_several_stages_use(threads, config):
+    model = TiedLanguage()
+    model.embedding.requires_grad_(False)
+    model.first.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
+    driver = PipelineDriver1F1B(pipe, threads, check=False)
+    x, target = tokens(6)
+    assert_loss(driver.run(3, x, target), cross_entropy(plain(x), target))
+    assert_gradients(driver, plain)

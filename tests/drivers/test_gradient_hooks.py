@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
-from tests.drivers.models import TiedLanguage
+from tests.comparisons import assert_gradients, assert_loss, assert_state, update
+from tests.drivers.models import TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -58,14 +58,6 @@ HOOKS = [train_some_rows, clamp, normalize, after_accumulation, both]
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
 
 
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def batch(rows=6):
-    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
-
-
 def models(hook, config=REPLICATE):
     """The plain model and the Pipe of its twin, both with hooks."""
     model = TiedLanguage()
@@ -75,19 +67,9 @@ def models(hook, config=REPLICATE):
     return plain, pipeline(model, cross_entropy, multi_use_param_spec=config)
 
 
-def assert_same_gradients(driver, plain):
-    for name, gradient in driver.gradients().items():
-        expected = plain.get_parameter(name).grad
-        assert (gradient is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
-
-
 def run(driver, plain, chunks, rows=6):
-    x, target = batch(rows)
-    loss = cross_entropy(plain(x), target)
-    loss.backward()
-    torch.testing.assert_close(driver.run(chunks, x, target), loss.detach())
+    x, target = tokens(rows)
+    assert_loss(driver.run(chunks, x, target), cross_entropy(plain(x), target))
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -102,7 +84,7 @@ def test_a_hook_has_the_gradient_of_the_mini_batch(threads, hook, schedule, chun
     driver = PipelineDriver(pipe, threads, schedule=schedule, world_size=2 if schedule == "interleaved_1f1b" else 4)
     for _ in range(2):  # gradients accumulate, and a hook has those of its own backward
         run(driver, plain, chunks, rows=7)
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -110,7 +92,7 @@ def test_a_hook_has_the_gradient_of_the_mini_batch(threads, hook, schedule, chun
 def test_the_pipe_in_this_process_calls_it_once(hook, config):
     plain, pipe = models(hook, config)
     for _ in range(2):
-        x, target = batch()
+        x, target = tokens(6)
         cross_entropy(plain(x), target).backward()
         pipe(x, target)
     for name, parameter in pipe.named_parameters():
@@ -152,11 +134,8 @@ def test_workers_in_processes(cluster):
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
     for _ in range(3):
         run(driver, plain, 3)
-        assert_same_gradients(driver, plain)
-        for each in (mine, theirs):
-            each.step()
-            each.zero_grad()
-    driver.close()
+        assert_gradients(driver, plain)
+        update(mine, theirs)
 
 
 @pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
@@ -171,12 +150,12 @@ def test_hooks_that_come_and_go_between_steps(threads, config):
         for each in (plain, pipe)
     ]
     run(driver, plain, 3)
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
     run(driver, plain, 2)
     for handle in handles:
         handle.remove()
     run(driver, plain, 2)
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
 
 
 def test_what_a_hook_holds_may_change_in_the_script(threads):
@@ -191,7 +170,7 @@ def test_what_a_hook_holds_may_change_in_the_script(threads):
         run(driver, plain, 2)
         factor["now"] = value
     run(driver, plain, 2)
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
 
 
 class Masked(nn.Module):
@@ -228,10 +207,8 @@ def test_a_hook_has_the_parameters_as_they_are_on_its_worker(threads):
         x, target = torch.randn(6, 4), torch.randn(6, 4)
         driver.run(3, x, target)
         nn.functional.mse_loss(plain(x), target).backward()
-        assert_same_gradients(driver, plain)
-        for each in (mine, theirs):
-            each.step()
-            each.zero_grad()
+        assert_gradients(driver, plain)
+        update(mine, theirs)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -245,7 +222,7 @@ def test_with_a_scaled_loss_a_hook_has_the_scaled_gradient(threads, hook, config
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(2):
         for _ in range(2):
-            x, target = batch()
+            x, target = tokens(6)
             driver.run(3, x, target)
             scaler.scale(cross_entropy(plain(x), target)).backward()
         my_scaler.step(mine)
@@ -254,8 +231,7 @@ def test_with_a_scaled_loss_a_hook_has_the_scaled_gradient(threads, hook, config
         scaler.update()
         mine.zero_grad()
         theirs.zero_grad()
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
+    assert_state(driver, plain)
 
 
 @pytest.mark.parametrize("cured", [False, True])
@@ -269,7 +245,7 @@ def test_a_scaler_sees_what_a_hook_leaves(threads, config, cured):
     plain, pipe = models(poison, config)
     driver = PipelineDriver1F1B(pipe, threads)
     optimizer, scaler = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5), driver.instantiate_grad_scaler()
-    driver.run(2, *batch())
+    driver.run(2, *tokens(6))
     before = driver.state_dict()["middle.weight"]
     scaler.step(optimizer)
     assert torch.equal(driver.state_dict()["middle.weight"], before) == (not cured)
@@ -298,22 +274,21 @@ def test_a_hook_of_a_parameter_of_the_loss(threads):
 def test_a_step_that_fails_leaves_the_gradient_and_sends_hooks_again(threads):
     plain, pipe = models(after_accumulation)
     driver = PipelineDriver1F1B(pipe, threads)
-    x, target = batch()
+    x, target = tokens(6)
     with pytest.raises(StepError):
         driver.run(2, x, target + 100)
     run(driver, plain, 2)
     with pytest.raises(StepError):
         driver.run(2, x, target + 100)
     run(driver, plain, 2)
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
 
 
 def hold_an_optimizer(parameter, seen):
     optimizer = torch.optim.SGD([parameter], lr=0.1)
 
     def step(parameter):
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     parameter.register_post_accumulate_grad_hook(step)
 
@@ -335,7 +310,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(threads, hook, said):
     hook(pipe.get_parameter("first.weight"), [])
     number = driver.session.log.number
     with pytest.raises(DriverError, match=f"'first.weight': a gradient hook runs on .*{said}"):
-        driver.run(2, *batch())
+        driver.run(2, *tokens(6))
     assert driver.session.log.number == number
 
 
@@ -372,10 +347,10 @@ def test_hooks_that_are_refused_by_name_when_they_run(threads, what):
     hook(pipe.get_parameter("first.weight"), [])
     before = driver.state_dict()
     with pytest.raises(StepError, match=said):
-        driver.run(2, *batch())
+        driver.run(2, *tokens(6))
     for name, tensor in driver.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert_same_gradients(driver, plain)
+    assert_gradients(driver, plain)
 
 
 def test_a_hook_that_computes_with_a_parameter_of_another_worker_is_refused(threads):
@@ -384,4 +359,4 @@ def test_a_hook_that_computes_with_a_parameter_of_another_worker_is_refused(thre
     with pytest.raises(
         DriverError, match=r"<closure .other.>, defined at .* is .last.weight., which submod_0 does not hold"
     ):
-        PipelineDriver1F1B(pipe, threads).run(2, *batch())
+        PipelineDriver1F1B(pipe, threads).run(2, *tokens(6))

@@ -182,7 +182,6 @@ def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster,
         torch.testing.assert_close(driver.run(1, x, target), loss)
     F.mse_loss(plain(x), target).backward()
     torch.testing.assert_close(driver.gradients(), {name: each.grad for name, each in plain.named_parameters()})
-    driver.close()
 
 
 def test_a_handler_that_raises_between_a_step_and_its_result_gives_up_the_step(threads, monkeypatch):

@@ -267,7 +267,6 @@ def test_a_run_goes_on_elsewhere(cluster, batch, tmp_path, by_checkpoint):
         other.step()
     assert second.random_state == {"seed": 7, "steps": 3, "evaluations": 0}
     first.close()
-    second.close()
 
 
 def test_a_step_that_failed_draws_the_same_when_it_is_repeated(cluster, batch):
@@ -284,7 +283,6 @@ def test_a_step_that_failed_draws_the_same_when_it_is_repeated(cluster, batch):
     steps = [driver.run_async(CHUNKS, *batch) for _ in range(2)]
     assert steps[0].result() == wanted
     assert steps[1].result() != wanted
-    driver.close()
 
 
 def test_drivers_do_not_disturb_one_another(cluster, batch):
@@ -294,7 +292,6 @@ def test_drivers_do_not_disturb_one_another(cluster, batch):
     other.close()
     alone = PipelineDriver1F1B(cut(2), cluster, keyed_random=7)
     assert [alone.run(CHUNKS, *batch) for _ in range(2)] == [each for each, _ in found]
-    alone.close()
 
 
 class OfPython(nn.Module):
@@ -361,7 +358,6 @@ def test_a_process_that_is_a_scripts_keeps_its_random_numbers(threads, batch):
     with keyed_random(3):
         torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
-    driver.close()
 
 
 def test_switched_off(cluster, batch):
@@ -375,7 +371,6 @@ def test_switched_off(cluster, batch):
     driver.close()
     other = PipelineDriver1F1B(pipe, cluster, keyed_random=torch.initial_seed())
     assert other.run(CHUNKS, *batch) != found
-    other.close()
 
 
 @pytest.mark.parametrize("wrong", [None, {"seed": 1}, {"seed": 1, "steps": 2.0, "evaluations": 0}, 7])

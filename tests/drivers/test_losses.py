@@ -1,4 +1,4 @@
-"""Any loss, in any form, cut anyhow, with any padding: a driver gives the plain model's numbers, or advice that does."""
+"""Any loss, with any padding: a driver gives the plain model's numbers, or advice that does."""
 
 import copy
 import functools
@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
+from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.ir.base.trees import leaves
+from tests.comparisons import assert_gradients
 from tests.drivers.thread_cluster import thread_cluster
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
 CLASSES = 4
 
 
@@ -259,10 +262,7 @@ class Checked:
             self.follow(str(error))
             loss = self.driver.run(1 if self.advice == "chunks=1" else chunks, x, target)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12, equal_nan=True)
-        for name, gradient in self.driver.gradients().items():
-            torch.testing.assert_close(
-                gradient, self.plain.get_parameter(name).grad, rtol=1e-9, atol=1e-12, equal_nan=True
-            )
+        assert_gradients(self.driver, self.plain, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     def follow(self, error: str) -> None:
         found = re.search(r"loss_reduction=(.*)$", error)
@@ -291,3 +291,189 @@ def test_any_loss_gives_the_plain_numbers_or_advice_that_does(workers, case, pad
     for rows in padding:
         checked.step(chunks, *case.batch(rows))
     checked.driver.close()
+
+
+# A micro-batch of padding alone has no share in a step, though its loss is nan: in the loss, and in no gradient.
+
+
+SCHEDULES = [
+    "fill_drain",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_min",
+    "dualpipe_v",
+]
+
+
+class PaddedWords(nn.Module):
+    """Four stages, and with ``returns`` the loss."""
+
+    def __init__(self, returns=False):
+        super().__init__()
+        self.embed, self.head, self.returns = nn.Embedding(9, 6), nn.Linear(6, 9), returns
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, ids, labels=None):
+        h = self.embed(ids)
+        for layer in self.layers[:-1]:
+            h = torch.tanh(layer(h))
+            pipe_split()
+        logits = self.head(self.layers[-1](h)).transpose(1, 2)
+        return F.cross_entropy(logits, labels, ignore_index=0) if self.returns else logits
+
+
+class Entropy(nn.Module):
+    """A mean of what is no padding, written out: 0 / 0 for padding alone."""
+
+    def forward(self, logits, labels):
+        counts = labels != 0
+        return (F.cross_entropy(logits, labels, reduction="none") * counts).sum() / counts.sum()
+
+
+def selected(logits, labels):
+    keep = labels != 0
+    return F.cross_entropy(logits.transpose(1, 2)[keep], labels[keep])
+
+
+def counted(target):
+    return (target != 0).sum()
+
+
+IDS, LABELS = torch.randint(1, 9, (7, 5)), torch.randint(1, 9, (7, 5))
+LABELS[3:5] = 0  # the second of three micro-batches
+LABELS[0, 3:] = 0
+PADDED_LOSSES = {
+    "a module of torch": (nn.CrossEntropyLoss(ignore_index=0), None),
+    "a function": (lambda logits, labels: F.cross_entropy(logits, labels, ignore_index=0), counted),
+    "written out": (Entropy(), counted),
+    "selected": (selected, counted),
+    "of the model": (None, lambda *, labels: counted(labels)),
+}
+
+
+def step(threads, name, kind=PipelineDriver, **options):
+    """Run a step without the check of the first one, and compare it with the plain model's."""
+    loss_fn, how = PADDED_LOSSES[name]
+    model = PaddedWords(returns=loss_fn is None)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, loss_fn, output_loss_value_spec=None if loss_fn else True)
+    driver = kind(pipe, threads, check=False, loss_reduction=how, **options)
+    try:
+        loss = driver.run(3, IDS, LABELS)
+        wanted = loss_fn(plain(IDS), LABELS) if loss_fn else plain(IDS, LABELS)
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted.detach())
+        assert_gradients(driver, plain)
+        with torch.no_grad():
+            torch.testing.assert_close(driver.run(3, IDS, LABELS), wanted.detach())
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", PADDED_LOSSES)
+def test_every_schedule(schedule, name, threads):
+    alone = ("fill_drain", "1f1b", "eager_1f1b", "zb_h1", "zb_h2")  # one stage on each worker
+    step(threads, name, schedule=schedule, world_size=4 if schedule in alone else 2)
+
+
+@pytest.mark.parametrize("options", [{"out_of_order": True}, {"compile": True}, {"schedule": "zb_h1", "compile": True}])
+def test_other_ways_to_run(options, threads):
+    step(threads, "written out", **options)
+
+
+def test_one_loss_over_all(threads):
+    step(threads, "a module of torch", PipelineDriverFillDrain, single_loss=True)
+
+
+# Packed sequences: micro-batches of other numbers of tokens and documents take the plain model's step, on every schedule.
+
+
+WORDS, WIDTH, LONGEST = 11, 8, 16
+DOCUMENTS = [[3, 4], [7], [2, 2, 5, 1], [6, 3, 2]]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+class Packed(nn.Module):
+    """Reads documents one behind the other, [tokens], each of which sees itself alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids, cu_seqlens):
+        at = torch.arange(ids.shape[0], device=ids.device)
+        document = torch.bucketize(at, cu_seqlens, right=True)
+        mask = (document[:, None] == document[None, :]) & (at[:, None] >= at[None, :])
+        x = self.words(ids) + self.places(at - cu_seqlens[document - 1])
+        for number, block in enumerate(self.blocks):
+            if number:
+                pipe_split()
+            x = block(x, mask)
+        return self.head(x)
+
+
+def packs():
+    """For each micro-batch: ids, the first token of each document and the end, labels."""
+    found = []
+    for lengths in DOCUMENTS:
+        ids = [torch.randint(WORDS, (length,)) for length in lengths]
+        labels = [torch.cat([each[1:], torch.tensor([-100])]) for each in ids]
+        found.append((torch.cat(ids), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]), torch.cat(labels)))
+    return found
+
+
+@pytest.mark.parametrize("schedule", [name for name, entry in REGISTRY.items() if entry.training])
+def test_documents_by_their_ends(threads, in_float64, schedule):
+    model = Packed()
+    plain, given = copy.deepcopy(model), packs()
+    alone = [plain(ids[:3], torch.tensor([0, 3])) for ids, *_ in given[:1]]
+    assert torch.allclose(plain(*given[0][:2])[:3], alone[0])  # documents do not see each other
+    total = sum((labels >= 0).sum() for *_, labels in given)
+    loss = sum(F.cross_entropy(plain(ids, ends), labels, reduction="sum") for ids, ends, labels in given) / total
+    loss.backward()
+    pipe = pipeline(model, nn.CrossEntropyLoss(), example_args=given[2])
+    ids, ends, labels = (list(each) for each in zip(*given))
+    driver = PipelineDriver(pipe, threads, world_size=2, schedule=schedule, check=False)
+    made = driver.run(4, MicroBatches(ids), MicroBatches(ends, dim=None), MicroBatches(labels))
+    assert torch.allclose(made, loss)
+    assert_gradients(driver, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_documents_by_their_positions_in_a_model_of_transformers(threads, in_float64, schedule):
+    """A row for each micro-batch. The model returns its loss, a mean over labels: micro-batches count by these unasked."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=4,
+                                      num_attention_heads=2, num_key_value_heads=1, use_cache=False)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    plain, given = copy.deepcopy(model), []
+    for (ids, _, labels), lengths in zip(packs(), DOCUMENTS):
+        shifted = torch.cat([torch.tensor([-100]), labels[:-1]])  # the model shifts them
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        given.append({"input_ids": ids[None], "position_ids": positions[None], "labels": shifted[None]})
+    counts = [(each["labels"][:, 1:] >= 0).sum() for each in given]
+    assert len({int(each) for each in counts}) > 1
+    loss = sum(count * plain(**each).loss for count, each in zip(counts, given)) / sum(counts)
+    loss.backward()
+    pipe = pipeline(model, num_stages=4, split="parameters", example_kwargs=given[2])
+    driver = PipelineDriver(pipe, threads, world_size=2, schedule=schedule)
+    made = driver.run(4, outputs=False, **{name: MicroBatches([each[name] for each in given]) for name in given[0]})
+    assert torch.allclose(made.double(), loss.double(), rtol=1e-6)  # it is made in float32
+    assert_gradients(driver, plain, rtol=1e-5, atol=1e-8)

@@ -1,16 +1,21 @@
-"""Hooks of modules act as in the plain model, or are refused by name: those that come later, those that note something."""
+"""Hooks of modules act as in the plain model, or are refused by name."""
 
 import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from pippy import Pipe, PipelineDriver, pipe_split, pipeline
+from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
+from pippy.errors import PippyWarning
 from pippy.ir.base.errors import ModeError, TracingError
+from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients
 
-pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+pytestmark = [
+    pytest.mark.usefixtures("in_float64", "seeded"),
+    pytest.mark.filterwarnings("ignore:forward.. sets seen on the model:pippy.errors.PippyWarning"),
+]
 
 X, TARGET = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4), torch.zeros(6, 4, dtype=torch.float64)
 
@@ -204,3 +209,128 @@ def test_a_hook_on_a_value_in_forward_is_refused_with_the_line_or_kept_with_its_
     pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="uniform")
     assert list(pipe.kept_whole) == ["1"]
     assert_as_plain(PipelineDriver(pipe, threads), model)
+
+
+# Forward hooks that keep what a layer gives for a later part of forward: features taken by hooks.
+
+
+MSE = nn.MSELoss()
+FEATURES: dict[str, object] = {}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen = {}
+        self.add_hooks()
+
+    def forward(self, x):
+        x = self.middle(self.first(x).relu())
+        pipe_split()
+        return self.last(x + self.kept())
+
+
+class InADict(Net):
+    def add_hooks(self):
+        self.first.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.seen["first"] = output.tanh()
+
+    def kept(self):
+        return self.seen["first"]
+
+
+class BeforeTheCall(InADict):
+    def add_hooks(self):
+        self.middle.register_forward_pre_hook(lambda module, args: self.keep(module, args, args[0]))
+
+
+class InAGlobal(Net):
+    def add_hooks(self):
+        self.first.register_forward_hook(lambda module, args, output: FEATURES.update(first=output * 2))
+
+    def kept(self):
+        return FEATURES["first"]
+
+
+class InAList(Net):
+    def add_hooks(self):
+        self.seen = []
+        for layer in (self.first, self.middle):
+            layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x):
+        self.seen.clear()
+        return super().forward(x)
+
+    def kept(self):
+        return self.seen[0] * self.seen[1]
+
+
+def again(model):
+    """A model of its own with the same numbers: a copy would have the hooks of the first."""
+    other = type(model)()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    return other
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize("kind", [InADict, BeforeTheCall, InAGlobal, InAList])
+def test_what_they_keep_is_a_value_of_the_graph(kind, with_example, called_before):
+    model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
+    FEATURES.clear()
+    if called_before:
+        model(torch.randn(6, 4))
+    kept = list(FEATURES.values())
+    pipe = pipeline(model, MSE, **({"example_args": (x, target)} if with_example else {}))
+    assert list(FEATURES.values()) == kept  # nothing of the trace is left
+    assert not any(isinstance(each, fx.Proxy) for each in model.seen)
+    plain = again(model)
+    assert_loss(pipe(x, target).detach(), MSE(plain(x), target))
+    assert_same_gradients(pipe, plain)
+
+
+def test_workers_compute_it(threads):
+    model, x, target = InADict(), torch.randn(6, 4), torch.randn(6, 4)
+    plain = again(model)
+    MSE(plain(x), target).backward()
+    driver = PipelineDriver1F1B(pipeline(model, MSE), threads)
+    driver.run(3, x, target)
+    assert_gradients(driver, plain)
+
+
+class Looks(Net):
+    """Its hook does nothing that forward needs, and cannot be traced."""
+
+    def add_hooks(self):
+        self.counted = []
+        self.first.register_forward_hook(lambda module, args, output: self.counted.append(float(output.sum())))
+
+    def kept(self):
+        return 0
+
+
+class Fails(Looks):
+    def kept(self):
+        return self.seen["first"]
+
+
+def test_other_hooks_run_when_the_module_does():
+    model = Looks()
+    pipe = pipeline(model)
+    assert model.counted == []
+    pipe(torch.randn(6, 4))
+    assert len(model.counted) == 1
+
+
+def test_the_error_is_that_of_forward():
+    with pytest.raises(TracingError, match="KeyError: 'first'"):
+        pipeline(Fails())
+
+
+def test_it_is_told_that_the_dict_stays():
+    with pytest.warns(PippyWarning, match="sets seen on the model"):
+        pipeline(InADict())

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
 from pippy.errors import WorkerLostError
+from tests.comparisons import assert_state, update
 from tests.drivers.processes import close_open_cluster, within
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -101,12 +102,8 @@ def test_steps_are_those_of_the_plain_model_on_the_gpu(held, name):
         loss = token_loss(plain(x), target)
         loss.backward()
         torch.testing.assert_close(driver.run(4, *x_and_target), loss.detach().cpu(), rtol=1e-9, atol=0)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name].cpu(), rtol=1e-7, atol=1e-10)
-    driver.close()
+        update(mine, theirs)
+    assert_state(driver, plain.cpu(), rtol=1e-7, atol=1e-10)
 
 
 def losses(cluster, steps=3, **options):
@@ -117,8 +114,7 @@ def losses(cluster, steps=3, **options):
     found = []
     for _ in range(steps):
         found.append(driver.run(4, *tokens()))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     state = driver.state_dict()
     driver.close()
     return found, state
@@ -174,7 +170,6 @@ def test_autocast_on_the_gpu_is_that_of_the_plain_model(held, dtype):
     gradients = driver.gradients()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad.cpu(), rtol=2e-2, atol=2e-3)
-    driver.close()
 
 
 def test_a_scaled_loss_skips_the_steps_that_overflow(held):
@@ -188,7 +183,6 @@ def test_a_scaled_loss_skips_the_steps_that_overflow(held):
     scaler.update()
     assert all(torch.equal(tensor, before[name]) for name, tensor in driver.state_dict().items())
     assert scaler.get_scale() == 2.0**39
-    driver.close()
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_where_it_was(held, tmp_path):
@@ -198,8 +192,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_where_it_was(held, tmp_path):
 
     def step(driver, optimizer):
         loss = driver.run(4, *tokens())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         return loss
 
     driver, optimizer = new()
@@ -211,7 +204,6 @@ def test_a_checkpoint_of_a_gpu_goes_on_where_it_was(held, tmp_path):
     driver, optimizer = new()
     assert driver.load(tmp_path, optimizer=optimizer) == {"step": 2}
     assert [step(driver, optimizer) for _ in range(2)] == wanted
-    driver.close()
 
 
 def test_what_a_worker_holds_is_what_was_counted(held):
@@ -240,7 +232,6 @@ def test_what_a_worker_holds_is_what_was_counted(held):
             recording.steps[-1].held_peaks,
             counted,
         )
-    driver.close()
 
 
 def test_a_recorded_step_has_the_times_of_the_gpu(held):
@@ -257,7 +248,6 @@ def test_a_recorded_step_has_the_times_of_the_gpu(held):
     for spans in step.timeline.spans:
         for before, after in pairwise(spans):
             assert before.start < before.end <= after.start, "one after the other, as the GPU computes"
-    driver.close()
 
 
 def test_a_profile_has_the_kernels_of_all_workers(held, tmp_path):
@@ -268,7 +258,6 @@ def test_a_profile_has_the_kernels_of_all_workers(held, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     processes = {event["pid"] for event in events if event.get("cat") == "kernel"}
     assert len(processes) == 2, "rows of the GPU are told apart by worker"
-    driver.close()
 
 
 def test_parameters_are_made_where_they_are_and_every_placement_makes_the_same(held):
@@ -297,7 +286,6 @@ def test_generation_gives_the_tokens_of_the_plain_model(held):
     found = driver.generate(ids, attention_mask=mask, max_new_tokens=12, chunks=2)
     wanted = plain.cuda().generate(ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=12, use_cache=True)
     assert torch.equal(found, wanted.cpu())
-    driver.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor compiles for GPUs by Triton")
@@ -316,7 +304,6 @@ def test_compiled_stages_are_those_of_the_plain_model(held):
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad.cpu(), rtol=1e-3, atol=1e-5)
     assert set(driver.compiled.values()) == {"compiled graphs for 1 form of inputs"}, driver.compiled
-    driver.close()
 
 
 def test_a_worker_of_a_gpu_that_is_killed_is_replaced():
@@ -327,8 +314,7 @@ def test_a_worker_of_a_gpu_that_is_killed_is_replaced():
 
         def step():
             loss = driver.run(4, *tokens())
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             return loss
 
         for _ in range(3):

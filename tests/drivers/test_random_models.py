@@ -1,14 +1,13 @@
-"""Random models with modules that tracing does not look into: a driver gives the numbers of the plain model, or refuses.
-
-Workers share no memory, so this sees what the reference, which runs all stages in one process, cannot.
-"""
+"""Models at random: a driver gives the numbers of the plain model, or refuses."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn import functional as F
 
+from exps.habits.example import draw
+from exps.habits.judge import judge
 from pippy import (
     Max,
     Mean,
@@ -33,8 +34,8 @@ from pippy import (
 from pippy.drivers.base.errors import StepError
 from pippy.ir.base.errors import SharedParameterError, SplitError
 from pippy.ir.base.trees import leaves, map_tensors
-from tests.comparisons import assert_same, find_loss
-from tests.drivers.thread_cluster import thread_cluster
+from tests.comparisons import assert_same, find_loss, update
+from tests.drivers.thread_cluster import one_draws_at_a_time, thread_cluster
 from tests.test_random_models import WIDTH, Random, programs
 
 UNTRACED = ("clamp", "average", "pass on", "flip", "alias")
@@ -313,9 +314,7 @@ def run_steps(example: Example, plain: nn.Module, model: nn.Module, driver: Pipe
         for name, gradient in driver.gradients().items():
             assert (gradient is None) == (plain.get_parameter(name).grad is None), name
             same(gradient, plain.get_parameter(name).grad, name)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(mine, theirs)
         same(driver.state_dict(), plain.state_dict(), "state")
         for each in (model, plain):
             if example.frozen is not None:
@@ -369,3 +368,51 @@ def test_random_models_on_workers(workers, example):
         assert changed_input or ("average" in kinds and "drift apart" in str(refusal))
     finally:
         driver.close()
+
+
+# Models at random, with every habit that mixes micro-batches or hides what a step depends on: three steps are those of the
+
+
+KNOWN: dict[int, str] = {}  # the habits, of this seed's example, that are not mended yet
+MENDED = (20014, 20051, 20267, 20684, 21789, 60505, 61192, 70699)  # seeds of examples that were silently wrong once
+
+
+def pairs(seed):
+    """The choices of an example, two at a time."""
+    choices = asdict(draw(seed))
+    parts = choices.pop("parts")
+    for each in ("seed", "rows", "cuts", "whole"):
+        del choices[each]
+    return set(combinations(sorted([*map(str, choices.items()), *set(parts)]), 2))
+
+
+def chosen(count, among=1000):
+    """So many examples that together have as many pairs of choices as twice as many at random."""
+    left = {seed: pairs(seed) for seed in range(1, among + 1)}
+    for _ in range(count):
+        seed = max(left, key=lambda each: len(left[each]))
+        yield seed
+        covered = left.pop(seed)
+        for each in left.values():
+            each -= covered
+
+
+def rows():
+    for seed in (*chosen(150), *MENDED):
+        known = KNOWN.get(seed)
+        yield pytest.param(seed, marks=pytest.mark.xfail(reason=known, strict=True) if known else ())
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time():
+    with one_draws_at_a_time(), thread_cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom", "ignore:Using a target size")
+@pytest.mark.parametrize("seed", list(rows()))
+def test_a_model_with_habits_is_equal_or_refused(seed, one_at_a_time, monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # which closing a driver does, in each worker
+    example = draw(seed)
+    verdict = judge(example, one_at_a_time)
+    assert not verdict.is_fault, f"python -m exps.same_numbers --seed {seed} --count 1: {verdict}\n{example}"

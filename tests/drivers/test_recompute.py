@@ -19,7 +19,8 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
-from tests.drivers.models import Chain, TiedLanguage
+from tests.comparisons import assert_state, update
+from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
 from tests.drivers.test_driver import assert_bits, build
 from tests.zoo import exhibits
 
@@ -137,14 +138,10 @@ def test_what_a_layer_draws_counts_and_keeps_is_as_in_the_first_run(threads, sch
 NOTES: list[tuple[bool, bool, int]] = []
 
 
-class Noting(nn.Module):
+class Noting(TwoLayers):
     """Notes each forward, and how much of what autograd saved in all forwards so far is alive when it begins."""
 
     alive: weakref.WeakSet["Box"] = weakref.WeakSet()
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         gc.collect()
@@ -186,10 +183,6 @@ def test_nothing_is_kept_of_a_graph_and_each_forward_runs_once_more(threads):
         assert notes_of(pipe, threads, checkpoint="always") == [(False, False, 0)] * 4
 
 
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 RUNS = [
     (MultiUseParameterConfig.TRANSMIT, "1f1b", "always"),
     (MultiUseParameterConfig.REPLICATE, "zb_h1", {0: "always", 1: "except_last", 3: "always"}),
@@ -206,27 +199,18 @@ def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
     theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
     steps, expected = [], []
     for _ in range(3):
-        x, target = torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
-        mine.zero_grad()
-        theirs.zero_grad()
+        x, target = tokens()
         steps.append(driver.run_async(3, x, target))
-        mine.step()
         expected.append(cross_entropy(plain(x), target))
         expected[-1].backward()
-        theirs.step()
+        update(mine, theirs)
     for step, loss in zip(steps, expected):
         torch.testing.assert_close(step.result(), loss.detach(), rtol=1e-9, atol=0)
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
-    driver.close()
+    assert_state(driver, plain)
 
 
-class Aside(nn.Module):
+class Aside(TwoLayers):
     """The loss does not depend on the first stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x, target):
         y = self.first(x)
@@ -246,7 +230,6 @@ def test_a_program_that_computes_again_what_has_no_backward(threads):
     by_hand = PipelineDriver(pipe, threads, schedule=parse_program(text), loss_reduction="mean")
     assert torch.equal(by_hand.run(2, *given)["loss"], loss)
     by_hand.close()
-    driver.close()
 
 
 def test_a_single_loss(threads):
@@ -265,7 +248,7 @@ def test_a_single_loss(threads):
 def test_no_message_more_and_each_value_once(threads):
     """The workers send the same values as without recompute."""
     pipe, sent = pipeline(TiedLanguage(), cross_entropy), []
-    given = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+    given = tokens(6)
     for checkpoint in ("never", "always"):
         driver = PipelineDriver1F1B(pipe, threads, checkpoint=checkpoint)
         driver.run(3, *given)
@@ -383,7 +366,6 @@ def test_a_step_that_fails_where_it_computes_again(threads):
     driver.zero_grad()
     assert torch.equal(driver.run(2, *given), loss)
     assert_bits(driver.gradients(), gradients)
-    driver.close()
 
 
 class Clock(nn.Module):
@@ -403,7 +385,6 @@ def test_a_stage_that_cannot_be_repeated_is_refused(threads):
         as_pipe(nn.Sequential(nn.Linear(8, 8), Layers(Clock, 2))), threads, checkpoint={}, check=False
     )
     driver.run(2, *given)
-    driver.close()
 
 
 class Doubles(nn.Module):
@@ -447,7 +428,6 @@ def test_the_outputs_beside_the_loss_and_a_recording(threads):
         found = driver.run(2, *given, outputs=True)
     torch.testing.assert_close(found.outputs, model(given[0]).detach())
     assert "R1" in recording.steps[-1].durations()
-    driver.close()
 
 
 def test_unknown_modes_and_stages_are_refused_before_anything_is_sent(threads):
@@ -522,8 +502,8 @@ def note_backward(module, gradients, given):
 
 
 def test_parts_that_torch_checkpoints(threads):
-    from tests.drivers.test_checkpointed_parts import WIDTH, Blocks
+    from tests.drivers.test_kinds_of_models import WIDTH, Checkpointed
 
     for reentrant in (True, False):
         given = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
-        compare(pipeline(Blocks(reentrant), nn.MSELoss()), threads, given, "always", chunks=3, schedule="zb_h1")
+        compare(pipeline(Checkpointed(reentrant), nn.MSELoss()), threads, given, "always", chunks=3, schedule="zb_h1")

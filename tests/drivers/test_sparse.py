@@ -18,6 +18,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.worker.measure.live_storages import LiveStorages
+from tests.comparisons import assert_gradients, assert_loss, assert_state, update
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -86,14 +87,10 @@ class Twins:
     def backward(self, chunks=3):
         x = torch.randint(1, 12, (7, 5))
         target = torch.randn(self.plain(x).shape)
-        loss = F.mse_loss(self.plain(x), target)
-        loss.backward()
-        torch.testing.assert_close(self.driver.run(chunks, x, target), loss.detach())
+        assert_loss(self.driver.run(chunks, x, target), F.mse_loss(self.plain(x), target))
 
     def update(self):
-        for each in (*self.mine, *self.theirs):
-            each.step()
-            each.zero_grad()
+        update(*self.mine, *self.theirs)
 
     def compare_gradients(self):
         for name, gradient in self.driver.gradients().items():
@@ -104,8 +101,7 @@ class Twins:
                 torch.testing.assert_close(gradient.to_dense(), expected.to_dense())
 
     def compare_parameters(self):
-        for name, tensor in self.driver.state_dict().items():
-            torch.testing.assert_close(tensor, self.plain.state_dict()[name])
+        assert_state(self.driver, self.plain)
         self.driver.close()
 
 
@@ -176,7 +172,6 @@ def test_norms_of_sparse_gradients(threads, case):
             assert gradient.layout == (torch.strided if name.startswith("hidden") else torch.sparse_coo)
             torch.testing.assert_close(gradient.to_dense(), twins.plain.get_parameter(name).grad)
         twins.driver.zero_grad(), twins.plain.zero_grad()
-    twins.driver.close()
 
 
 @pytest.mark.parametrize("case", ["embedding and bag", "copies", "a copy with a dense gradient"])
@@ -206,7 +201,6 @@ def test_the_norm_of_a_gradient_that_stores_nothing(threads):
         torch.testing.assert_close(
             twins.driver.grad_norm(norm_type), nn.utils.get_total_norm(gradients, norm_type=norm_type)
         )
-    twins.driver.close()
 
 
 def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused(threads):
@@ -226,7 +220,6 @@ def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused(threads):
     driver.run(2, torch.randint(1, 12, (4, 3)), torch.randn(4, 8))
     for each in advised:
         each.step()
-    driver.close()
 
 
 def test_a_sparse_embedding_with_a_dense_gradient_has_any_optimizer(threads):
@@ -294,7 +287,6 @@ def test_gradients_by_the_frequency_in_the_mini_batch_are_refused_for_micro_batc
     torch.testing.assert_close(driver.get_grad("words.weight"), plain.words.weight.grad)
     with torch.no_grad():
         driver.run(2, x, target)
-    driver.close()
 
 
 # Sparse tensors as inputs, between stages, as outputs and targets
@@ -346,11 +338,8 @@ def compare(cluster, plain, args, chunks, make=PipelineDriver1F1B, loss=F.mse_lo
         assert mine.layout == theirs.layout
         torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
     else:
-        theirs = loss(plain(*args[:-1]), args[-1])
-        theirs.backward()
-        torch.testing.assert_close(mine, theirs.detach())
-        for name, gradient in driver.gradients().items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+        assert_loss(mine, loss(plain(*args[:-1]), args[-1]))
+        assert_gradients(driver, plain)
     driver.close()
 
 
@@ -430,7 +419,6 @@ def test_a_sparse_parameter_of_two_stages(threads, config):
     driver.load_state_dict({"weight": 2 * state["weight"]})
     driver.copy_to(plain)
     torch.testing.assert_close(plain.weight.to_dense(), 2 * state["weight"].to_dense())
-    driver.close()
 
 
 class Twice(nn.Module):

@@ -71,7 +71,6 @@ def test_autocast_goes_with_the_step(request, where, schedule):
     driver.zero_grad()
     outside = driver.run(4, x, target)
     assert not torch.equal(outside, loss), "autocast ends with its region"
-    driver.close()
 
 
 def test_autocast_around_the_reference():
@@ -99,7 +98,6 @@ def test_a_weight_is_cast_anew_after_an_update(cluster):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(driver.run(2, x, target), expected)
             optimizer.step()
-    driver.close()
 
 
 class Compares(nn.Module):
@@ -238,7 +236,6 @@ def test_what_is_refused_is_refused_before_anything_is_sent_and_its_remedy_works
             with torch.device("cpu"):
                 driver.run(2, x, target)
     driver.run(2, x, target)
-    driver.close()
 
 
 def test_the_page_has_a_row_for_each():
@@ -260,7 +257,6 @@ def test_a_step_leaves_the_script_s_settings_alone(threads):
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     driver.run(2, x, target)
     assert torch.get_default_dtype() is torch.float32 and not torch.are_deterministic_algorithms_enabled()
-    driver.close()
 
 
 class Waits(nn.Module):
@@ -291,7 +287,6 @@ def test_a_script_that_changes_a_setting_while_a_step_runs_beside_it(threads):
     expected = step.result()
     with CONTEXTS["torch.set_default_dtype"]():
         assert torch.equal(driver.run(2, x, target), expected)
-    driver.close()
 
 
 def drawn(cluster, between):
@@ -324,7 +319,6 @@ def test_a_stage_that_leaves_a_setting_changed_when_it_fails(cluster):
     with pytest.raises(StepError, match="spoiled"):
         driver.run(2, torch.zeros(4, 2), torch.zeros(4))
     assert driver.run(2, torch.ones(4, 2), torch.zeros(4)) == 1
-    driver.close()
 
 
 class Spoils(nn.Module):

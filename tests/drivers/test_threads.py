@@ -1,4 +1,4 @@
-"""Several threads of one script use one cluster, or one each: nothing waits for ever, and the numbers are right."""
+"""Several threads of one script use one cluster, or one each; steps that are sent ahead."""
 
 import copy
 import os
@@ -11,22 +11,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
+from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import ClusterError, StepError
-from tests.drivers.failing_model import FORWARD, SLOW, slow_steps
-from tests.drivers.processes import within
-from tests.drivers.test_failures import Training, interrupted
+from tests.drivers.failing_model import FORWARD, SLOW, Training, slow_steps
+from tests.drivers.models import TwoLayers
+from tests.drivers.processes import interrupted, within
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
 STEPS = 6
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class Net(TwoLayers):
     def forward(self, x):
         x = torch.tanh(self.first(x))
         pipe_split()
@@ -135,7 +132,6 @@ def test_one_thread_sends_steps_and_another_takes_the_results(threads):
         results = together(*[step.result for step in steps], *[step.result for step in reversed(steps)])
         last = driver.run_async(3, trained.x, trained.target)
     torch.testing.assert_close([*results, last.result()], [trained.expected[0]] * 11, rtol=1e-9, atol=0)
-    driver.close()
 
 
 def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
@@ -148,7 +144,6 @@ def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
 
     together(fail, lambda: trained.check(threads))
     failing.check()
-    failing.driver.close()
 
 
 def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
@@ -177,4 +172,50 @@ def test_ctrl_c_while_another_thread_takes_the_results(threads):
         with pytest.raises(StepError, match="KeyboardInterrupt"):
             waiting.result(30)
     training.check()
-    training.driver.close()
+
+
+# A step that is sent ahead is at the workers before the one that runs is answered: by events and counts, not by time.
+
+
+BEGUN, RELEASED = threading.Event(), threading.Event()
+
+
+class Gate(nn.Module):
+    """Waits until it is released; of the same process as the test, because its workers are threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        BEGUN.set()
+        assert RELEASED.wait(30)
+        return self.linear(x)
+
+
+@pytest.fixture
+def gate():
+    BEGUN.clear()
+    RELEASED.set()
+    yield
+    RELEASED.set()
+
+
+def test_the_next_step_is_in_every_inbox_before_this_one_is_answered(threads, gate):
+    pipe = Pipe.from_sequential(nn.Sequential(Gate(), nn.Linear(4, 4)), nn.MSELoss())
+    driver = PipelineDriver1F1B(pipe, threads)
+    x = torch.randn(4, 4)
+    first = driver.run(2, x, x)  # the program is there
+    driver.zero_grad()
+    RELEASED.clear()
+    BEGUN.clear()
+    running = driver.run_async(2, x, x)
+    assert BEGUN.wait(30)  # worker 0 has taken its message, and is at its first forward
+    ahead = [driver.run_async(2, x, x) for _ in range(3)]
+    queues = [worker.context.messages for worker in threads.engine.workers[:2]]
+    assert len(queues[0]) == 3 and len(queues[1]) in (3, 4)  # worker 1 may not have taken the first yet
+    pending = running._posted.calls
+    assert not any(pending[worker].done for worker in (0, 1)) and not RELEASED.is_set()
+    RELEASED.set()
+    assert all(torch.equal(step.result(), first) for step in [running, *ahead])
+    assert [len(messages) for messages in queues] == [0, 0]

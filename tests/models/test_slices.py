@@ -115,7 +115,7 @@ def test_slices_train_as_the_plain_model_does(threads, kind, make, loss_fn):
 
 @pytest.mark.parametrize("schedule", ["eager_1f1b", "interleaved_1f1b", "zb_h1", "v_min", "dualpipe_v"])
 def test_other_schedules(threads, schedule):
-    """tests/drivers/plan/test_slices.py has the orders of all."""
+    """tests/drivers/plan/test_rewrites.py has the orders of all."""
     (model, pipe), call = llama_in_stages(4), call_with(of_logits)
     driver = PipelineDriver(pipe, threads, schedule=schedule, slices=2, check=False, world_size=2)
     check_step(driver, model, call, of_logits)

@@ -12,7 +12,7 @@ import pippy
 from pippy import PipelineDriver1F1B
 from pippy.drivers.base.errors import CheckError, DriverError, MicrobatchError
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.models import TiedLanguage
+from tests.drivers.models import TiedLanguage, cross_entropy
 from tests.training.models import Parts, Plain, groups_of, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -42,10 +42,6 @@ def test_it_trains_what_plain_pytorch_trains(threads, accumulate, max_norm):
     assert sum(report.rows for report in reports) == 66
     assert (reports[0].norm is None) == (max_norm is None)
     parts.driver.close()
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def test_items_of_other_lengths_weigh_as_their_tokens_do(threads):

@@ -1,19 +1,25 @@
-"""Dividing: the pieces are the rows of the whole, and what would be cut wrong is refused."""
+"""Dividing: the pieces are the rows of the whole, items of data are arguments, and what would be cut wrong is refused."""
 
 import pickle
 from collections import namedtuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pippy import pipe_split, pipeline
+from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.batch.division import Division, SlicedTensor, for_each_slice
+from pippy.drivers.batch.items import call_of_items
+from pippy.drivers.batch.loss_weights import loss_weights
+from pippy.drivers.batch.slices import count_next_labels, joined_slices
 from pippy.drivers.batch.specs import ChunkSpec, MicroBatches, Replicate, TensorChunkSpec
+from pippy.drivers.plan.language.edges import shares
+from pippy.ir.base.errors import InputError
 from pippy.ir.base.trees import cat
 
 Pair = namedtuple("Pair", "left right")
@@ -211,3 +217,119 @@ def test_a_call_is_divided_by_the_names_of_the_model():
         divide_call(pipe, 2, args, {}, batch_dims=[0] * 4)
     with pytest.raises(MicrobatchError, match=r"target has both a spec, 0, and a batch dim, 1"):
         divide_call(pipe, 2, args, {}, chunk_spec={"target": 0}, batch_dims=[0, 1, 1])
+
+
+# Items of data become the arguments of one step.
+
+
+Item = namedtuple("Item", "x target")
+
+
+def test_one_item_is_given_as_it_is():
+    x, target = torch.ones(4, 2), torch.ones(4)
+    for item in ((x, target), [x, target], Item(x, target)):
+        call = call_of_items([item], 2)
+        assert call.args[0] is x and call.args[1] is target and not call.kwargs and call.chunks == 2
+    assert call_of_items([{"x": x}], 2).kwargs["x"] is x
+    assert call_of_items([x], None).args[0] is x
+
+
+@pytest.mark.parametrize("rows, chunks", [(1, 1), (2, 2), (3, 3), (9, 3)])
+def test_an_item_is_cut_into_no_more_micro_batches_than_it_has_rows(rows, chunks):
+    assert call_of_items([(torch.ones(rows, 2), torch.ones(rows))], 3).chunks == chunks
+    assert call_of_items([torch.ones(rows, 2), torch.ones(4, 2)], 3).chunks == chunks + 3
+
+
+def test_several_items_are_cut_one_by_one_and_what_is_the_same_in_all_stays_one():
+    items = [({"x": torch.full((3, at + 1), at), "rate": at}, torch.tensor(0.5), None, "a") for at in range(2)]
+    call = call_of_items(items, 2)
+    asked, scale, nothing, text = call.args
+    assert [piece.tolist() for piece in asked["x"].values] == [[[0], [0]], [[0]], [[1, 1], [1, 1]], [[1, 1]]]
+    assert asked["rate"].values == (0, 0, 1, 1) and asked["rate"].dim is None
+    assert (scale, nothing, text) == (torch.tensor(0.5), None, "a")
+
+
+@pytest.mark.parametrize("item", [7, None, {1: torch.ones(2)}, {torch.ones(2)}])
+def test_what_is_no_mini_batch_is_refused(item):
+    with pytest.raises(MicrobatchError, match=r"data returned .* collate_fn"):
+        call_of_items([item], 2)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(2), (torch.ones(2),), {"x": torch.ones(2), "y": torch.ones(2)}, {"x": [torch.ones(2)]}]
+)
+def test_items_of_different_shapes_are_not_one_mini_batch(other):
+    with pytest.raises(MicrobatchError, match="must have the same shapes"):
+        call_of_items([{"x": torch.ones(2)}, other], 2)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x, scale=1.0):
+        x = self.first(x) * scale
+        pipe_split()
+        return self.last(x)
+
+
+def test_micro_batches_are_of_the_kind_that_the_example_was(threads):
+    """They were refused by every Pipe that was made with an example: MicroBatches is no tensor."""
+    example = torch.ones(2, 2)
+    driver = PipelineDriver1F1B(pipeline(Scaled(), example_args=(example,)), threads)
+    pieces = [torch.randn(3, 2), torch.randn(1, 2)]
+    assert torch.equal(driver.run(2, MicroBatches(pieces)), driver.run(2, torch.cat(pieces), 1.0)[:4])
+    with pytest.raises(InputError, match=r"x, micro-batch 1, is float32\[2\]; in the example .* 2 dimensions"):
+        driver.run(2, MicroBatches([torch.ones(3, 2), torch.ones(2)]))
+
+
+# Sequences cut into slices: what each micro-batch gets, wherever its rows are held, and what is joined of it again.
+
+
+def sliced_division(rows, chunks, slices, length):
+    whole = divide({"x": torch.arange(rows * length).reshape(rows, length)}, chunks)
+    tensors = {
+        name: SlicedTensor(whole.arguments["x"].value, 0, grows=grows) for name, grows in (("x", False), ("mask", True))
+    }
+    sizes, starts = (for_each_slice(each, slices) for each in (whole.sizes, whole.starts))
+    return Division(chunks * slices, sizes, tensors, {}, starts=starts, slices=slices)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_each_micro_batch_has_its_rows_and_its_tokens(data):
+    chunks, slices = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))
+    rows, size = data.draw(st.integers(chunks, 8)), data.draw(st.integers(1, 3))
+    division = sliced_division(rows, chunks, slices, length=size * slices)
+    x = division.arguments["x"].value
+    assert (division.rows, division.row_chunks) == (rows, chunks)
+    replicas = data.draw(st.integers(1, chunks))
+    parts = [(division.part(share), share) for share in shares(division.chunks, replicas, slices)]
+    for held, share in [(division, range(division.chunks)), *parts]:
+        for microbatch in share:
+            at, number = divmod(microbatch, slices)
+            mine = x.tensor_split(chunks)[at]
+            assert held.take("x", microbatch).equal(mine[:, number * size : (number + 1) * size])
+            assert held.take("mask", microbatch).equal(mine[:, : (number + 1) * size])
+            of_rows = "" if rows == 1 else f" of {rows}, slice {number} of {slices}"
+            assert division.rows_shown(microbatch).endswith(of_rows)
+    joined = joined_slices([division.take("x", microbatch) for microbatch in range(division.chunks)], division)
+    assert torch.cat(joined).equal(x)
+
+
+def test_slices_count_for_the_labels_in_them():
+    labels = torch.tensor([[1, 2, -100, -100], [1, -100, -100, 4]])
+    division = sliced_division(rows=2, chunks=1, slices=2, length=4)
+    division.arguments["shift_labels"] = SlicedTensor(labels, 0)
+    division.names["shift_labels"] = "shift_labels"
+    assert loss_weights(None, division, how=count_next_labels) == (3 / 4, 1 / 4)
+    assert loss_weights(torch.nn.CrossEntropyLoss(), division, "shift_labels") == (3 / 4, 1 / 4)
+
+
+def test_what_is_not_along_the_sequence_cannot_be_joined():
+    division = sliced_division(rows=2, chunks=1, slices=2, length=4)
+    with pytest.raises(
+        MicrobatchError, match=r"returns float32\[2, 3\] for a slice of 2 tokens of 2 rows.* outputs=False"
+    ):
+        joined_slices([{"pooled": torch.zeros(2, 3)}] * 2, division)

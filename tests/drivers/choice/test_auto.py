@@ -17,7 +17,7 @@ from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
-from tests.drivers.models import Chain, TiedLanguage
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 MEASURED = 6
 
@@ -74,11 +74,6 @@ def test_the_choice_is_about_the_best_for_the_times_that_the_stages_really_take(
         driver.run(chunks, x, target)
     step = recording.steps[0]
     assert step.program.computations == choice.program.computations == driver.program(chunks).computations
-    driver.close()
-
-
-def cross_entropy(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 @pytest.mark.parametrize("workers", [4, 2])
@@ -86,7 +81,7 @@ def test_losses_and_gradients_are_the_plain_model_s_all_along(threads, workers, 
     model = TiedLanguage()
     plain = copy.deepcopy(model)
     driver = PipelineDriver(pipeline(model, cross_entropy), threads, schedule="auto", world_size=workers)
-    x, target = torch.randint(13, (10, 5)), torch.randint(13, (10, 5))
+    x, target = tokens(10)
     expected = cross_entropy(plain(x), target)
     expected.backward()
     schedules = set()
@@ -101,7 +96,6 @@ def test_losses_and_gradients_are_the_plain_model_s_all_along(threads, workers, 
         assert torch.equal(loss, first[0])
         assert all(torch.equal(gradients[name], first[1][name]) for name in gradients)
     assert driver.choice is not None and len(schedules) >= 2
-    driver.close()
 
 
 def test_no_step_holds_more_than_max_live(threads):
@@ -110,7 +104,6 @@ def test_no_step_holds_more_than_max_live(threads):
     for _, _, peaks in stepped(driver, MEASURED + 2, 8, x, x):
         assert [peaks[rank] <= most for rank, most in zip(driver.ranks, [2, 3, 1, 2])] == [True] * 4
     assert driver.choice.schedule == "list"
-    driver.close()
 
 
 def most_held(driver, steps, chunks, x):
@@ -160,7 +153,6 @@ def test_graphs_are_measured_as_they_run_later(threads, monkeypatch):
     assert min(costs.backward_weight) > 1e-5, (
         "the gradients of weights, which autograd computes in I where layers are small"
     )
-    driver.close()
 
 
 def test_a_limit_that_zb_v_breaks_leaves_v_half_and_v_min(threads, in_float64):
@@ -175,7 +167,6 @@ def test_a_limit_that_zb_v_breaks_leaves_v_half_and_v_min(threads, in_float64):
     assert "bytes on worker" in dict(driver.choice.left_out)["zb_v"]
     assert driver.choice.schedule in ("v_half", "v_min", "list")
     assert all(map(int.__le__, driver.choice.chosen.peak_bytes, limits))
-    driver.close()
 
 
 def test_a_limit_that_nothing_keeps_is_refused_before_anything_is_sent(threads):
@@ -230,7 +221,6 @@ def test_each_number_of_micro_batches_is_measured_once(threads):
     before = list(threads.session.counts)
     driver.run(4, x, x)
     assert [after - was for after, was in zip(threads.session.counts, before)] == [1, 1, 1, 0]
-    driver.close()
 
 
 def test_steps_that_are_sent_ahead_are_measured_too(threads):
@@ -239,7 +229,6 @@ def test_steps_that_are_sent_ahead_are_measured_too(threads):
     losses = [step.result() for step in [driver.run_async(4, x, x) for _ in range(MEASURED + 4)]]
     assert driver.choice is not None
     assert all(torch.equal(loss, losses[0]) for loss in losses)
-    driver.close()
 
 
 def test_the_recording_of_the_user_has_every_step(threads):
@@ -251,7 +240,6 @@ def test_the_recording_of_the_user_has_every_step(threads):
     assert len(recording.steps) == MEASURED + 1
     assert recording.steps[-1].program.schedule == driver.choice.schedule
     assert max(driver.choice.chosen.peak_bytes) > 0
-    driver.close()
 
 
 def test_a_step_that_fails_is_measured_again(threads):
@@ -264,7 +252,6 @@ def test_a_step_that_fails_is_measured_again(threads):
         assert driver.run(4, x, x).shape == ()
     assert driver.choice is not None
     assert torch.isfinite(driver.run(4, x, x))
-    driver.close()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", {1: "always"}])
@@ -283,4 +270,3 @@ def test_forwards_are_computed_again_in_the_measured_steps_and_in_what_is_chosen
     choice = driver.choice
     assert all(each.program.checkpointed for each in choice.candidates if each.name == "fill_drain")
     assert choice.chosen.peak_bytes == peak_bytes(choice.program, driver.memory(4, x, x).sizes.activations)
-    driver.close()

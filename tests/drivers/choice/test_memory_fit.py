@@ -1,4 +1,4 @@
-"""memory= of schedule="auto": every step fits, the first one too; the numbers stay the same; what is advised works."""
+"""Schedules that fit into memory, and the estimates of stages by which they are chosen."""
 
 import re
 from ast import literal_eval
@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, PipelineDriver1F1B, pipeline
+from pippy.balance.balancer import Balancer
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.choice.given_limits import BEGIN, call_to_fit
 from pippy.drivers.plan import Costs
 from pippy.drivers.plan.choice import search
 from pippy.drivers.plan.choice.problem import MemoryLimit, byte_count, limits_of
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.ir.pipe import Pipe, compiled_of
 from tests.drivers.models import Chain
 
 MEASURED = 6
@@ -82,7 +86,6 @@ def test_all_steps_fit_and_give_the_numbers_of_the_plain_model(threads, pipe, x)
     assert choice.measured and choice.problem.limits == (MemoryLimit(limits),)
     assert driver.program(8).computations == choice.program.computations
     assert "<- chosen" in str(choice) and "of " in str(choice)
-    driver.close()
 
 
 @pytest.mark.filterwarnings("ignore:the first step was not checked")  # there is room for a step, and no more
@@ -100,7 +103,6 @@ def test_what_is_advised_works(threads, x):
     driver.close()
     more = auto(pipe, threads, limit * 99 // 100 - 20, world_size=3)
     assert torch.isfinite(more.run(4, x, x))
-    more.close()
 
 
 def test_the_number_of_micro_batches_is_chosen_where_it_is_left_out(threads, pipe, x):
@@ -117,7 +119,6 @@ def test_the_number_of_micro_batches_is_chosen_where_it_is_left_out(threads, pip
     with torch.no_grad():
         torch.testing.assert_close(driver.run(None, x, x), losses[0], rtol=1e-12, atol=0)
     assert torch.isfinite(driver.run(None, x[:5], x[:5]))  # another number of rows
-    driver.close()
 
 
 def test_larger_shapes_are_counted_anew_and_smaller_ones_not(threads, pipe, x):
@@ -136,7 +137,6 @@ def test_larger_shapes_are_counted_anew_and_smaller_ones_not(threads, pipe, x):
     with pytest.raises(DriverError, match="is too little"):
         driver.run(4, more, more)
     assert torch.isfinite(driver.run(4, x, x)) and driver.choice is large
-    driver.close()
 
 
 def test_a_mode_that_is_given_stays(threads, pipe, x):
@@ -193,7 +193,6 @@ def test_the_number_of_micro_batches_is_left_out_where_nothing_chooses_it(thread
         driver.program(4)
     driver.run(4, x, x)
     assert driver.program(4).chunks == 4
-    driver.close()
 
 
 def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
@@ -213,7 +212,6 @@ def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
     driver.instantiate_optimizer(torch.optim.AdamW)
     with pytest.raises(DriverError, match=r"holds .* optimizer.*What would fit: memory="):
         driver.run(8, x, x)
-    driver.close()
 
 
 class OfNumbers(nn.Module):
@@ -266,3 +264,79 @@ def test_a_limit_is_for_the_stages_as_graphs_where_these_run(threads):
         assert peak <= found[compile] < 1.01 * peak
         driver.close()
     assert found["graphs"] < 0.95 * found[False]
+
+
+# The costs that are guessed before a step is measured.
+
+
+LOSS = nn.MSELoss()
+
+
+class Ticks:
+    """A clock for which a forward takes as many milliseconds as its layer says, and a backward three times as many."""
+
+    now = 0
+
+    @classmethod
+    def read(cls):
+        return cls.now * 1_000_000
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, cost):
+            Ticks.now += cost
+            ctx.cost = cost
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            Ticks.now += 3 * ctx.cost
+            return gradient * 2, None
+
+
+class Slow(nn.Linear):
+    def __init__(self, cost):
+        super().__init__(4, 4)
+        self.cost = cost
+
+    def forward(self, x):
+        return Ticks.Layer.apply(super().forward(x), self.cost)
+
+
+def costs_of(pipe, rows, chunks):
+    x = torch.zeros(rows, 4)
+    compiled = compiled_of(pipe)
+
+    def divided(count):
+        return divide_call(compiled, count, (x, x), {})
+
+    call = call_to_fit(pipe, ((x, x), {}), divided, torch.device("cpu"), [])
+    return call.estimate(chunks).costs
+
+
+def balanced(split, loss_fn=LOSS, **how):
+    x, model = torch.zeros(8, 4), nn.Sequential(Slow(10), Slow(20), Slow(40))
+    example = (x, x) if loss_fn is not None else (x,)
+    cut = Balancer(split, 2, loss_fn=loss_fn, example_args=example, clock=Ticks.read, **how)
+    return Pipe.from_tracing(model, loss_fn=loss_fn, example_args=example, cut=cut, tracer=Leaves(), **how)
+
+
+class Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, Slow)
+
+
+def test_measured_times_of_the_balancer_are_taken_by_the_size_of_the_micro_batch():
+    pipe = balanced("time")
+    assert [stage.layers for stage in pipe.balance.stages] == [2, 1]
+    assert pipe.balance.seconds() == [pytest.approx((0.03, 0.09)), pytest.approx((0.04, 0.12))]
+    costs = costs_of(pipe, rows=64, chunks=2)  # 32 rows, four times as many as the example has
+    assert costs.forward == pytest.approx([0.12 + BEGIN, 0.16 + BEGIN])
+    assert costs.backward_input == costs.backward_weight == pytest.approx([0.18 + BEGIN, 0.24 + BEGIN])
+
+
+def test_without_measured_times_flops_are_taken():
+    by_hand = pipeline(nn.Sequential(Slow(1), Slow(1)), nn.MSELoss(), split=[1, 1], tracer=Leaves())
+    for pipe in (balanced("size"), by_hand):
+        assert all(seconds < 0.001 for seconds in costs_of(pipe, rows=64, chunks=2).forward)
+    assert balanced("time", None, output_loss_value_spec=False).balance.seconds() is None  # no backward was measured

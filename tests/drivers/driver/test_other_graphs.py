@@ -16,6 +16,7 @@ from pippy import PipelineDriver, PipelineDriver1F1B, cluster, errors, pipe_spli
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.steps import GraphStep, Step
+from tests.drivers.models import TwoLayers
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -161,12 +162,10 @@ def test_without_gradients_it_is_compared_as_well(threads):
     assert len(driver.steps.first_steps) == 2
 
 
-class Decides(nn.Module):
+class Decides(TwoLayers):
     """What it computes depends on the number of rows."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    width = 4
 
     def forward(self, x):
         hidden = self.first(x)
@@ -233,10 +232,8 @@ def test_errors_name_the_rows_of_every_part():
 
 
 def test_there_are_eight_graphs_at_most(threads):
-    class Sizes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    class Sizes(TwoLayers):
+        width = 4
 
         def forward(self, x):
             hidden = self.first(x)
@@ -279,10 +276,8 @@ def test_a_number_that_the_script_changes_is_followed_or_refused_in_every_graph(
 
 
 def test_one_object_twice_is_another_call(threads):
-    class Same(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    class Same(TwoLayers):
+        width = 4
 
         def forward(self, x, y):
             hidden = self.first(x) * (2 if x is y else 1) + y

@@ -29,14 +29,10 @@ OPERATIONS = "aten::sin", "aten::cos", "aten::tanh"  # one in each stage; its ba
 CLOSE = 20.0  # microseconds by which clocks of one host may differ
 
 
-class Waves(nn.Module):
+class Waves(Chain):
     """Three stages, each with an operation of its own; the last one may fail."""
 
     fails = False
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x):
         x = torch.sin(self.layers[0](x))
@@ -182,7 +178,6 @@ def test_replicas_have_rows_with_the_sums_of_their_gradients(cluster, tmp_path):
     assert rows(events) == [f"worker{at}: replica {at // 2}, stage {at % 2}" for at in range(4)]
     ran = Counter(" ".join(each["name"].split()[:2]) for each in events if each.get("cat") == "user_annotation")
     assert ran["send sum"] == ran["receive sum"] == ran["send gradients"] == ran["receive gradients"] > 0, ran
-    driver.close()
 
 
 def test_stages_of_one_worker_share_a_row_and_halves_have_their_names(cluster, tmp_path):
@@ -193,7 +188,6 @@ def test_stages_of_one_worker_share_a_row_and_halves_have_their_names(cluster, t
     assert rows(events) == ["worker0: stages 0, 3", "worker1: stages 1, 2"]
     computed = {name for pid, name in spans(events, "user_annotation") if pid == min(named(events))}
     assert {f"{op}{stage}.{chunk}" for op in "FIW" for stage in (0, 3) for chunk in range(CHUNKS)} <= computed
-    driver.close()
 
 
 def test_a_step_that_fails_is_in_the_file(cluster, tmp_path):
@@ -206,7 +200,6 @@ def test_a_step_that_fails_is_in_the_file(cluster, tmp_path):
     names = [each["name"] for each in events_of(tmp_path / "trace.json")]
     assert "F2.0" in names
     assert "F2.1" not in names
-    driver.close()
 
 
 def test_where_a_worker_is_lost_the_error_says_that_there_is_no_file(alone, tmp_path):

@@ -16,8 +16,7 @@ from pippy.drivers.files import synced_files
 from pippy.drivers.files.contents import checkpoints_in
 from pippy.drivers.files.manifest import read_manifest
 from pippy.errors import CheckpointError
-from tests.drivers.files.manifests import content_of, rewrite, text_of
-from tests.drivers.model.state.saved_runs import assert_equal, many
+from tests.drivers.model.state.saved_runs import assert_equal, content_of, many, rewrite, text_of
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.timeout(60)]  # nothing may wait for what never comes
 

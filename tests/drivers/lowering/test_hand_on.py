@@ -17,7 +17,7 @@ from pippy.drivers.plan import add_communication, make_schedule, parse_program, 
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.instructions import Send
 from pippy.ir.pipe import compiled_of
-from tests.drivers.plan.build import build, edges
+from tests.drivers.plan.graphs import build, edges
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

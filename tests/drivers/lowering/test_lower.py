@@ -265,7 +265,10 @@ def test_a_program_written_by_hand_runs():
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        (lambda: make_schedule("1f1b", workers=4, chunks=2), "1f1b is for 4 stages, and the Pipe has 3"),
+        (
+            lambda: make_schedule("1f1b", workers=4, chunks=2),
+            "1f1b is for 4 stages, and the Pipe has 3; make a schedule with as many stages (workers times stages_per_worker)",
+        ),
         (
             lambda: lower(build("ExampleCode")[1], make_schedule("1f1b", workers=3, chunks=2)).program,
             "the program was made for another Pipe:\n  edge ",
@@ -335,7 +338,9 @@ def test_stages_without_outputs_and_values_that_are_returned_on_the_way(trains):
 
 def test_what_is_no_pipe_or_program_is_refused():
     wrong: Any = 3
-    with pytest.raises(LoweringError, match="these are a Pipe and a int"):
+    with pytest.raises(
+        LoweringError, match="lower takes a Pipe and a program of make_schedule; these are a Pipe and a int"
+    ):
         lower(build("Mlp")[1], wrong)
 
 

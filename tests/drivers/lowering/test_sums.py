@@ -17,7 +17,8 @@ from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Add, Send
-from tests.drivers.plan.build import build, edges
+from tests.comparisons import assert_loss
+from tests.drivers.plan.graphs import build, edges
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -233,9 +234,7 @@ def test_a_step_is_that_of_plain_pytorch_and_its_bits_repeat(threads, schedule, 
         found.append(driver.gradients())
     assert any(isinstance(each, Add) for order in driver.program(4).orders for each in order) == (per_worker > 1)
     driver.close()
-    expected = nn.functional.mse_loss(plain(x), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    assert_loss(loss, nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=0)
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[0][name], parameter.grad, rtol=1e-10, atol=1e-14)

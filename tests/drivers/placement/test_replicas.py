@@ -22,11 +22,12 @@ from pippy import (
     convert_deferred_batch_norm,
     pipeline,
 )
-from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, WorkerLostError
+from pippy.drivers.base.errors import DriverError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.protocol.state import GiveState
 from pippy.ir.run.batch_norm import DeferredBatchNorm
-from tests.drivers.models import TiedLanguage
+from tests.comparisons import assert_gradients, assert_loss, update
+from tests.drivers.models import TiedLanguage, tokens
 from tests.drivers.processes import stop, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -80,18 +81,13 @@ def test_training_is_that_of_plain_pytorch_on_the_whole_batch(cluster, schedule,
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(4):  # the third and fourth are one update
         x, target = batch(rows=11 + step)
-        expected = nn.functional.mse_loss(plain(x), target)
-        expected.backward()
-        torch.testing.assert_close(driver.run(chunks, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
+        assert_loss(driver.run(chunks, x, target), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=1e-12)
         if step == 2:
             continue
         ours = driver.clip_grad_norm_(0.05)
         torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(plain.parameters(), 0.05), rtol=1e-12, atol=1e-12)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
     with torch.no_grad():
@@ -125,14 +121,10 @@ def test_tied_parameters(cluster, tied):
     driver = PipelineDriver1F1B(pipe, cluster, world_size=4, replicas=2, loss_reduction=count)
     optimizer, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(3):
-        x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+        x, target = tokens(6)
         target[3:, 2:] = -100  # the second replica has fewer targets
-        expected = loss(plain(x).flatten(0, 1), target.flatten())
-        expected.backward()
-        torch.testing.assert_close(driver.run(3, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_loss(driver.run(3, x, target), loss(plain(x).flatten(0, 1), target.flatten()), rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
 
@@ -279,7 +271,6 @@ def test_the_notes_of_a_step_are_one_message_for_each_twin(threads):
     assert [values for values, _ in sent[True]] == [values + 1 for values, _ in sent[False]]
     size = 2 * 4 * 8 * 2 * 2  # mean and variance of four channels, of two norms on two micro-batches
     assert all(size <= more - less <= size + 64 for (_, more), (_, less) in zip(sent[True], sent[False]))
-    driver.close()
 
 
 def test_a_worker_that_waits_for_notes_says_so(alone):
@@ -349,8 +340,7 @@ def sent_to_twins(threads, driver, optimizer, steps):
     for _ in range(steps):
         before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
         driver.run(4, x, target)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         found = []
         for worker, (counts, old) in enumerate(zip(sent, before)):
             twin = (worker + 2) % 4
@@ -369,7 +359,6 @@ def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucke
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     for sent in sent_to_twins(threads, driver, optimizer, 3):
         assert sent == expected_of_twins(), "the gradients that the other adds up, and the sums of this one"
-    driver.close()
 
 
 @pytest.mark.parametrize("out_of_order", [False, True])
@@ -389,8 +378,7 @@ def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monk
     for _ in range(2):
         sent.clear()
         driver.run(4, torch.randn(8, 4), torch.randn(8, 4))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     # each worker has two stages, of each of which it adds up the weight or the bias
     assert sorted(sent) == [
         (w, (w + 2) % 4, f"send gradients of stage {stage} part {1 - w // 2} to {(w + 2) % 4}")
@@ -402,7 +390,6 @@ def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monk
             max(at for at, each in enumerate(order) if each.stage == stage) for stage in (worker % 2, worker % 2 + 2)
         ]
         assert last[1] < last[0], "the later stage is over while the earlier one still computes"
-    driver.close()
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -434,16 +421,14 @@ def test_a_step_that_fails_when_gradients_have_left_leaves_those_of_before(clust
     optimizer, (x, y) = driver.instantiate_optimizer(torch.optim.SGD, lr=0.0), torch.randn(2, 8, 4)
     for _ in range(2):  # the next two calls make an update, too
         driver.run(4, x, y)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     driver.run(4, x, y)
     with pytest.raises(StepError, match="too low"):
         driver.run(4, 1e3 * x, y)
     driver.run(4, x + 1, y)
     for each in (x, x + 1):
         nn.functional.mse_loss(plain(each), y).backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
+    assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_scaler_skips_on_all_replicas(cluster):
@@ -469,8 +454,7 @@ def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
     for driver, optimizer in zip((one, two), optimizers):
         for _ in range(2):
             driver.run(4, x, target)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     path = two.save(tmp_path, optimizer=optimizers[1], step=1)
     alone = one.save(tmp_path / "one", optimizer=optimizers[0], step=1)
     sizes = [sorted(each.stat().st_size for each in Path(folder).glob("*.safetensors")) for folder in (path, alone)]
@@ -482,8 +466,7 @@ def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
         driver.load(path, optimizer=optimizer)
         for _ in range(2):
             driver.run(4, x, target)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     check_replicas_are_equal(two)
     check_state(two, one)
     for name, state in optimizers[0].state_dict()["state"].items():
@@ -500,12 +483,8 @@ def test_several_stages_on_each_worker(cluster, schedule):
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
-        expected = nn.functional.mse_loss(plain(x), target)
-        expected.backward()
-        torch.testing.assert_close(driver.run(5, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        assert_loss(driver.run(5, x, target), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=1e-12)
+        update(optimizer, theirs)
     check_state(driver, plain)
     check_replicas_are_equal(driver)
 
@@ -514,102 +493,8 @@ def test_several_stages_on_each_worker(cluster, schedule):
 def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order):
     x, target = batch(8)
     driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, out_of_order=out_of_order)
-    loss = nn.functional.mse_loss((plain := Plain())(x), target)
-    loss.backward()
-    torch.testing.assert_close(driver.run(4, x, target), loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
-
-
-def states(cluster, driver):
-    """The bytes of optimizer states on each worker."""
-    held = []
-    for thread in cluster.engine.workers:
-        of_driver = thread.drivers.get(driver.number)
-        own = of_driver.optimizers.values() if of_driver else ()
-        held.append(sum(tensor.nbytes for each in own for state in each.held() for tensor in state.values()))
-    return held
-
-
-def test_a_divided_state_is_there_once_and_the_numbers_are_the_same(threads, tmp_path):
-    x, target = batch(8)
-    whole, divided = (PipelineDriver1F1B(cut_in_two(), threads, replicas=2) for _ in range(2))
-    groups = [{"params": "*.weight", "lr": 0.1}, {"params": ..., "weight_decay": 0.0}]
-    first = whole.instantiate_optimizer(torch.optim.AdamW, param_groups=groups)
-    second = divided.instantiate_optimizer(torch.optim.AdamW, param_groups=groups, divide_state=True)
-    for step in range(4):
-        norms = []
-        for driver, optimizer in ((whole, first), (divided, second)):
-            driver.run(4, x, target)
-            if step == 2:
-                driver.run(4, x + 1, target)
-            norms.append(driver.clip_grad_norm_(0.01))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert norms[0] == norms[1]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, divided.state_dict()[name]), name
-    check_replicas_are_equal(divided)
-    twice, once = states(threads, whole), states(threads, divided)
-    for driver, held in ((whole, twice), (divided, once)):
-        assert [each.peak.optimizer for each in driver.memory(4, x, target).workers] == held, "as it is counted"
-    assert sum(twice) == 2 * sum(once) and max(once) < 0.75 * max(twice)
-    ours, theirs = first.state_dict()["state"], second.state_dict()["state"]
-    assert all(torch.equal(value, theirs[name][key]) for name, own in ours.items() for key, value in own.items())
-    path = divided.save(tmp_path, optimizer=second, step=1)
-    for driver, optimizer in ((whole, first), (divided, second)):
-        driver.load(path, optimizer=optimizer)
-        driver.run(4, x, target)
-        optimizer.step()
-    second.load_state_dict(first.state_dict())
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, divided.state_dict()[name]), name
-    assert states(threads, divided) == once
-    for driver in (whole, divided):
-        driver.close()
-
-
-def test_with_a_divided_state_gradients_go_one_way_and_parameters_the_other(threads):
-    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
-    *_, last = sent_to_twins(threads, driver, optimizer, 2)
-    assert last == expected_of_twins()
-    driver.close()
-
-
-def test_optimizers_of_which_one_is_divided(cluster):
-    x, target = batch(8)
-    driver, plain = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2), Plain()
-    ours = [
-        driver.instantiate_optimizer(torch.optim.Adam, lr=0.1, param_groups=[{"params": "*.bias"}], divide_state=True),
-        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=[{"params": "*.weight"}]),
-    ]
-    named = dict(plain.named_parameters())
-    theirs = [
-        torch.optim.Adam([each for name, each in named.items() if "bias" in name], lr=0.1),
-        torch.optim.SGD([each for name, each in named.items() if "weight" in name], lr=0.1),
-    ]
-    for step in range(3):
-        driver.run(4, x, target)
-        nn.functional.mse_loss(plain(x), target).backward()
-        for each in (ours[step % 2], theirs[step % 2]):  # the gradients of the other are kept
-            each.step()
-            each.zero_grad()
-        for name, parameter in named.items():
-            gradient = driver.get_grad(name)
-            assert (gradient is None) == (parameter.grad is None)
-            if gradient is not None:
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
-    check_state(driver, plain)
-    check_replicas_are_equal(driver)
-
-
-def test_a_state_cannot_be_divided_among_one(cluster):
-    driver = PipelineDriver1F1B(cut_in_two(), cluster)
-    with pytest.raises(OptimizerError, match="this driver has one pipeline; make it with replicas=2"):
-        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=True)
-    with pytest.raises(OptimizerError, match="divide_state=2: give True"):
-        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=2)
+    assert_loss(driver.run(4, x, target), nn.functional.mse_loss((plain := Plain())(x), target), rtol=1e-12, atol=1e-12)
+    assert_gradients(driver, plain, rtol=1e-12, atol=1e-12)
 
 
 @contextmanager
@@ -620,28 +505,3 @@ def while_worker_1_waits(workers, driver, x, target, what):
     while not re.search(f"worker 1 .* {what}", said := workers.dump(0.3)):
         assert time.monotonic() < end, said
     yield running
-
-
-def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_path):
-    x, target = batch(8)
-    found = []
-    with local_cluster(4, threads=1) as workers:
-        for lost in (False, True):
-            driver = PipelineDriver1F1B(cut_in_two(), workers, replicas=2)
-            optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, divide_state=True)
-            for step in range(3):
-                driver.run(4, x, target)
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 1 and lost:
-                    driver.save(tmp_path, optimizer=optimizer, step=step)
-                    what = r"waits for (gradients|sum) of stage 1 part \d of step \d+, from worker 3"
-                    with while_worker_1_waits(workers, driver, x, target, what) as running, within(5.0):
-                        os.kill(workers.session.workers[3].pid, signal.SIGKILL)
-                        with pytest.raises(WorkerLostError, match="worker3"):
-                            running.result()
-                    assert driver.recover() == {"step": 1}
-            check_replicas_are_equal(driver)
-            found.append(driver.state_dict())
-            driver.close()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

@@ -12,7 +12,7 @@ from pippy.drivers.plan.language.errors import ArgumentError, ParseError, Placem
 from pippy.drivers.plan.language.instructions import Add, Compute, Free, Op, Receive, Reduce, Send, parse_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program
-from tests.drivers.plan.build import build, edges
+from tests.drivers.plan.graphs import build, edges
 
 counts = st.integers(0, 10**9 - 1)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)

@@ -1,20 +1,37 @@
-"""What holds for every schedule on random sizes, placements, stage graphs and costs."""
+"""What holds for every schedule, that the search finds none that is better, and that a broken one is caught."""
 
 import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from fractions import Fraction
+from itertools import permutations, product
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, add_communication, make_schedule, parse_program, simulate_with, validate
-from pippy.drivers.plan.language.errors import PlacementError
-from pippy.drivers.plan.language.instructions import Free, Op, Receive, Send
+from pippy.drivers.plan.language.errors import ArgumentError, PlacementError, ProgramError
+from pippy.drivers.plan.language.instructions import (
+    Add,
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    ReceiveNotes,
+    Reduce,
+    Send,
+    SendNotes,
+)
 from pippy.drivers.plan.language.placement import make_placement
-from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.program import Program, peak_live
 from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.plan.passes.rewrites import Checkpoint
 from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
+from tests.drivers.plan.symbolic import outcome
 
 NAMED = [name for name in REGISTRY if name != "list"]
 cost = st.floats(0, 8, allow_nan=False).map(lambda number: round(number * 4) / 4)  # sums of quarters are exact
@@ -182,3 +199,248 @@ def test_a_sample_of_large_sizes(name):
         program = make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=None if fixed else stages)
         assert program.memory is not None
         assert all(peak <= limit for peak, limit in zip(program.peak_live, program.memory))
+
+
+# A program that is changed at any one place is refused, or proven to compute the same: validate has no holes.
+
+
+CHECKPOINTS: list[Checkpoint] = ["never", "always", "except_last", {0: "always"}]
+PROGRAMS, MUTANTS_EACH = 130, 60
+Orders = list[list[Instruction]]
+
+
+def random_program(rng: random.Random) -> Program:
+    name = rng.choice(list(REGISTRY))
+    workers = rng.randint(1, 4)
+    stages = None if REGISTRY[name].stages_per_worker > 1 or name.startswith("zb") else rng.randint(1, 2)
+    checkpoint: Checkpoint = rng.choice(CHECKPOINTS)
+    chunks = rng.randint(1, 4)
+    replicas = rng.randint(1, min(chunks, 2))
+    program = make_schedule(
+        name, workers=workers, chunks=chunks, stages_per_worker=stages, checkpoint=checkpoint, replicas=replicas
+    )
+    if rng.random() < 0.7:
+        program = with_random_graph(program, rng)
+    if replicas > 1:
+        program = replace(program, notes=tuple(stage for stage in range(program.stages) if rng.random() < 0.5))
+    if rng.random() < 0.5:
+        return program
+    program = on_random_hosts(program, rng)
+    lowered = add_communication(program)
+    assert outcome(lowered) == outcome(add_communication(replace(program, hosts=None)))
+    if rng.random() < 0.3:  # frees may be left out altogether
+        lowered = lowered.with_orders([i for i in order if not isinstance(i, Free)] for order in lowered.orders)
+    return lowered
+
+
+def pick(rng: random.Random, orders: Orders) -> tuple[list[Instruction], int]:
+    order = rng.choice([order for order in orders if order])
+    return order, rng.randrange(len(order))
+
+
+def drop(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    del order[index]
+
+
+def repeat(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    target = rng.choice([order, rng.choice(orders)])
+    target.insert(rng.randint(0, len(target)), order[index])
+
+
+def move(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    target = rng.choice([order, rng.choice(orders)])
+    instruction = order.pop(index)
+    target.insert(rng.randint(0, len(target)), instruction)
+
+
+def swap_neighbours(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    order[index - 1], order[index] = order[index], order[index - 1]
+
+
+def swap(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    other, place = pick(rng, orders)
+    order[index], other[place] = other[place], order[index]
+
+
+def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
+    order, index = pick(rng, orders)
+    chunk, stage, worker = (rng.randrange(n + 1) for n in (program.chunks, program.stages, program.workers))
+    value = rng.choice([*(edge.value for edge in program.flow), "unknown"])
+    match order[index]:
+        case Compute() as old:
+            changes: list[Instruction] = [
+                replace(old, op=rng.choice(list(Op))),
+                replace(old, stage=stage),
+                replace(old, microbatch=chunk),
+            ]
+        case Send() as send:
+            changes = [replace(send, value=value), replace(send, microbatch=chunk), replace(send, to=worker)]
+        case Receive() as receive:
+            changes = [
+                replace(receive, value=value),
+                replace(receive, microbatch=chunk),
+                replace(receive, source=worker),
+            ]
+        case Free() as free:
+            changes = [replace(free, value=value), replace(free, microbatch=chunk)]
+        case Add() as add:
+            changes = [replace(add, value=value), replace(add, microbatch=chunk), replace(add, into=value)]
+        case SendNotes():
+            changes = [SendNotes(worker), ReceiveNotes(worker)]
+        case ReceiveNotes():
+            changes = [ReceiveNotes(worker), SendNotes(worker)]
+        case old:
+            assert old.kind.adds_up
+            names = [each.name for each in program.sums]
+            given: dict[str, Any] = {each.name: getattr(old, each.name) for each in fields(old)}  # type: ignore[arg-type]
+            moved = {**given, **{name: worker for name in given if name != "sum"}}
+            changes = [Reduce(rng.choice(names)), type(old)(**moved)]
+            changes += [type(old)(**{**given, "sum": rng.choice([*names, "unknown"])})]
+    order[index] = rng.choice(changes)
+
+
+MUTATIONS: list[Callable[[random.Random, Orders, Program], None]] = [
+    drop,
+    repeat,
+    move,
+    swap_neighbours,
+    swap,
+    readdress,
+]
+
+
+def refused(program: Program) -> bool:
+    try:
+        validate(program)
+    except ProgramError:
+        return True
+    return False
+
+
+def test_every_mutant_is_refused_or_equivalent():
+    rng = random.Random(20)
+    counts: Counter[str] = Counter()
+    for _ in range(PROGRAMS):
+        program = random_program(rng)
+        validate(program)
+        expected = outcome(program)
+        assert expected is not None
+        for number in range(MUTANTS_EACH):
+            orders = [list(order) for order in program.orders]
+            mutation = MUTATIONS[number % len(MUTATIONS)]
+            mutation(rng, orders, program)
+            mutant = program.with_orders(orders)
+            if mutant == program:
+                counts["unchanged"] += 1
+            elif refused(mutant):
+                counts["refused"] += 1
+            else:
+                assert outcome(mutant) == expected, f"{mutation.__name__} of\n{program}\ngave\n{mutant}"
+                assert mutant.memory is None or all(a <= b for a, b in zip(mutant.peak_live, mutant.memory))
+                counts["equivalent"] += 1
+    print(f"mutants: {counts['refused']} refused, {counts['equivalent']} proven equivalent")
+    assert counts["refused"] + counts["equivalent"] >= 5000
+    assert counts["refused"] >= 4000  # or the mutations are too tame
+    assert counts["equivalent"] >= 100  # or the rules are too strict: instructions that do not meet may change places
+
+
+# The list scheduler is never worse than a named schedule that fits, exact on tiny cases, and keeps to its memory.
+
+
+def worker_orders(stages: tuple[int, ...], chunks: int, ops: str, memory: int) -> Iterator[tuple[Compute, ...]]:
+    """All orders of a worker's passes in which every pass follows what it builds on, within the memory."""
+    passes = [Compute(Op(op), stage, chunk) for stage in stages for chunk in range(chunks) for op in ops]
+    for order in permutations(passes):
+        at = {compute: place for place, compute in enumerate(order)}
+        chains = ([at[Compute(Op(op), stage, chunk)] for op in ops] for stage in stages for chunk in range(chunks))
+        if all(chain == sorted(chain) for chain in chains) and peak_live(order, frozenset(stages)) <= memory:
+            yield order
+
+
+def brute_force(shape: Program, ops: str, memory: int, costs: Costs) -> Fraction | float:
+    """The shortest makespan of all programs there are."""
+    workers = range(shape.workers)
+    choices = [list(worker_orders(shape.placement.stages_of(w), shape.chunks, ops, memory)) for w in workers]
+    best: Fraction | float = float("inf")
+    for orders in product(*choices):
+        try:
+            best = min(best, simulate_with(shape.with_orders(orders), costs).makespan)
+        except ProgramError:
+            continue
+    return best
+
+
+TINY = [
+    (2, 2, [0, 1], "FIW", 2),
+    (2, 2, [0, 1], "FIW", 1),
+    (2, 2, [0, 1], "FB", 1),
+    (2, 3, [0, 1], "FB", 2),
+    (3, 2, [0, 1, 2], "FB", 2),
+    (3, 1, [2, 0, 1], "FIW", 2),
+    (2, 1, [0, 1, 0], "FIW", 3),
+    (2, 1, [0, 1, 1, 0], "FB", 2),
+    (1, 2, [0, 0], "FB", 3),
+]
+
+
+def random_costs(rng: random.Random, program: Program) -> Costs:
+    def per_stage() -> list[Fraction]:
+        return [Fraction(rng.randint(0, 6), 2) for _ in range(program.stages)]
+
+    latency = Fraction(rng.randint(0, 4), 2)
+    return Costs(per_stage(), per_stage(), per_stage(), latency=latency, size=Fraction(rng.randint(0, 2), 2))
+
+
+@pytest.mark.parametrize(("workers", "chunks", "worker_of", "ops", "memory"), TINY)
+def test_brute_force_finds_nothing_better(workers, chunks, worker_of, ops, memory):
+    rng = random.Random(7)
+    for _ in range(1 if (chunks, ops) == (3, "FB") else 3):
+        sizes: dict[str, Any] = {"workers": workers, "chunks": chunks, "placement": dict(enumerate(worker_of))}
+        shape = make_schedule("fill_drain", **sizes)
+        costs = random_costs(rng, shape)
+        found = make_schedule("list", **sizes, costs=costs, memory=memory, halves=ops == "FIW")
+        unlimited = Program("any", shape.placement, chunks, found.orders, found.backward)
+        assert simulate_with(found, costs).makespan == brute_force(unlimited, ops, memory, costs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_named_schedule_that_fits_is_better(seed):
+    rng = random.Random(seed)
+    workers, chunks, shape = rng.randint(1, 5), rng.randint(1, 8), rng.choice(["linear", "looped", "v"])
+    placement = make_placement(workers, rng.randint(1, 2) if shape != "linear" else 1, shape)
+    memory = [len(placement.stages_of(worker)) * rng.randint(1, chunks) for worker in range(workers)]
+    sizes: dict[str, Any] = {"workers": workers, "chunks": chunks, "placement": placement}
+    costs = random_costs(rng, make_schedule("fill_drain", **sizes))
+    found = make_schedule("list", **sizes, costs=costs, memory=memory)
+    assert all(peak <= limit for peak, limit in zip(found.peak_live, memory))
+    for name, entry in REGISTRY.items():
+        if name == "list" or not entry.training:
+            continue
+        try:
+            named = make_schedule(name, **sizes)
+        except PlacementError:
+            continue
+        if all(peak <= limit for peak, limit in zip(named.peak_live, memory)):
+            assert simulate_with(found, costs).makespan <= simulate_with(named, costs).makespan, name
+
+
+def test_in_less_memory_than_1f1b_needs_it_is_as_fast():
+    found = make_schedule("list", workers=4, chunks=8, memory=3)
+    assert simulate_with(found, Costs()).makespan == 33
+    assert max(found.peak_live) == 3
+
+
+def test_whole_backwards_only():
+    program = make_schedule("list", workers=3, chunks=4, halves=False)
+    assert {compute.op for order in program.computations for compute in order} == {"F", "B"}
+
+
+@pytest.mark.parametrize("memory", [0, 1, -1, 1.5, [2, 1], [2], True])
+def test_too_little_memory_is_refused(memory):
+    with pytest.raises(ArgumentError, match=r"memory="):
+        make_schedule("list", workers=2, chunks=2, stages_per_worker=2, placement="v", memory=memory)

@@ -11,7 +11,7 @@ from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.waits import circles
-from tests.drivers.plan.build import build, edges
+from tests.drivers.plan.graphs import build, edges
 
 
 def faults(program: Program, buffer: int | None = None) -> list[str]:

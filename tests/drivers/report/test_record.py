@@ -1,4 +1,4 @@
-"""Recorded steps: what all workers did, on one clock, and where their time went."""
+"""What driver.record gives: measured steps, by the user's names."""
 
 import random
 import resource
@@ -11,21 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
-from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
+from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.plan import add_communication, make_schedule, render_svg, simulate
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.plan.passes.rewrites import in_halves
 from pippy.drivers.report.activity import Cause
+from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.record import Recording
+from pippy.drivers.report.step_data import measured_costs
 from pippy.drivers.worker.measure.recorder import ProcessMemory
-from tests.drivers.models import Chain, TiedLanguage
+from pippy.ir.pipe import compiled_of
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy
 from tests.drivers.synthetic_steps import stepped
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def record(driver, steps, *arguments, limit=100):
@@ -63,7 +62,6 @@ def test_a_recorded_step_has_all_computations_in_the_order_of_the_program(cluste
         f"{op}{stage}": 4 for op in "FB" for stage in range(3)
     }
     assert "<svg" in render_svg(step.timeline)
-    driver.close()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -85,7 +83,6 @@ def test_all_time_of_a_real_step_has_its_cause(cluster, schedule):
                 for each in activities
                 if (cause := each.cause) in (Cause.SENDING, Cause.TRANSFER, Cause.WAITING)
             )
-    driver.close()
 
 
 def test_the_clocks_of_the_workers_agree(cluster):
@@ -104,7 +101,6 @@ def test_the_clocks_of_the_workers_agree(cluster):
     assert step.clock_errors == (0.0, 0.0, 0.0)
     assert step.posted <= min(each.began for each in step.noted) <= max(each.ended for each in step.noted)
     assert max(each.ended for each in step.noted) <= step.answered
-    driver.close()
 
 
 def test_bytes_are_counted_by_value_and_edge(cluster):
@@ -112,7 +108,6 @@ def test_bytes_are_counted_by_value_and_edge(cluster):
     (step,) = record(driver, 1, 4, torch.randn(8, 8), torch.randn(8, 8)).steps
     found = {(each.source, each.to): (each.times, each.bytes) for each in step.traffic()}
     assert found == dict.fromkeys([(0, 1), (1, 2), (1, 0), (2, 1)], (4, 8 * 8 * 4))
-    driver.close()
 
 
 def test_adding_up_the_gradients_of_copies_is_a_cause_of_its_own(cluster):
@@ -123,7 +118,6 @@ def test_adding_up_the_gradients_of_copies_is_a_cause_of_its_own(cluster):
     holders = [any(each.kind.adds_up for each in order) for order in driver.program(2).orders]
     assert ["adding up" in spent for spent in step.spent()] == holders and True in holders
     assert_without_gaps(step)
-    driver.close()
 
 
 def test_steps_without_gradients_are_recorded_too(cluster):
@@ -133,7 +127,6 @@ def test_steps_without_gradients_are_recorded_too(cluster):
     assert set(step.durations()) == {"F0", "F1", "F2"}
     assert_without_gaps(step)
     assert step.findings()
-    driver.close()
 
 
 def test_a_step_that_fails_leaves_no_record_and_the_next_is_whole(cluster):
@@ -145,7 +138,6 @@ def test_a_step_that_fails_leaves_no_record_and_the_next_is_whole(cluster):
     (step,) = recording.steps
     assert_without_gaps(step)
     assert min(each.ends[0] for each in step.records) > 0
-    driver.close()
 
 
 def test_other_steps_are_not_recorded(threads):
@@ -158,7 +150,6 @@ def test_other_steps_are_not_recorded(threads):
     assert [each.record for each in results.values()] == [None, None, None]
     states = [worker.drivers[driver.number] for worker in threads.engine.workers[:3]]
     assert not any("recorder" in vars(executor) for each in states for executor in each.programs.values())
-    driver.close()
 
 
 @pytest.mark.parametrize("limit", [0, -1, None, True, 2.5])
@@ -285,3 +276,97 @@ def test_without_correction_the_clocks_would_be_wrong():
     assert step.noted[1].ended - truth.noted[1].ended == pytest.approx(50)
     assert step.records[1].ended == pytest.approx(truth.records[1].ended)
     assert 0 < step.clock_errors[1] <= 0.1 + 1e-9
+
+
+# The costs that are read off recorded steps are those that the steps were made with.
+
+
+SECONDS = {"F": (1.0, 2.0, 3.0), "B": (4.0, 5.0, 9.0), "I": (1.5, 2.5, 3.5), "W": (0.5, 0.25, 0.75)}
+FLIGHT = 0.125
+
+
+def cost(instruction):
+    return SECONDS[str(instruction.op)][instruction.stage] if isinstance(instruction, Compute) else 0.0
+
+
+def test_the_costs_are_the_medians_of_whole_backwards_and_halves():
+    plain = make_schedule("1f1b", workers=3, chunks=5)
+    steps = [stepped(add_communication(each), cost, flight=FLIGHT) for each in (plain, plain, in_halves(plain))]
+    costs = measured_costs(steps)
+    for measured, made in (
+        (costs.forward, "F"),
+        (costs.backward, "B"),
+        (costs.backward_input, "I"),
+        (costs.backward_weight, "W"),
+    ):
+        assert measured == pytest.approx(SECONDS[made])
+    assert set(costs.latency) == {edge.value for edge in steps[0].program.flow}
+    # a value that its receiver did not wait for costs it nothing, so a latency may be less than the flight
+    assert all(-1e-9 <= latency <= FLIGHT + 1e-9 for latency in costs.latency.values())
+    assert max(costs.latency.values()) == pytest.approx(FLIGHT)
+
+
+# The names that a report calls stages and values by.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.blocks, self.head, self.cut = nn.ModuleList(Block() for _ in range(6)), nn.Linear(4, 2), cut
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if number == self.cut:
+                pipe_split()
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_stage_is_called_by_the_outermost_modules_that_are_all_in_it():
+    names = model_names(compiled_of(pipeline(Model(4), nn.MSELoss())))
+    assert names.stages == ("blocks.0 to blocks.3", "blocks.4, blocks.5, head")
+    assert names.values["add_3"] == "blocks.3"
+
+
+class Between(Block):
+    def forward(self, x):
+        up = self.up(x)
+        pipe_split()
+        return x + self.down(torch.relu(up))
+
+
+def test_a_module_that_is_cut_is_named_by_its_parts():
+    model = nn.Sequential(Between(), Block())
+    names = model_names(compiled_of(pipeline(model, nn.MSELoss())))
+    assert names.stages == ("0.up", "0, 0.down, 1")
+    assert names.value("_0_up") == "_0_up (0.up)"
+    assert names.value("_0_up_grad_from_submod_1") == "gradient of _0_up (0.up)"
+
+
+def test_layers_of_a_sequential_are_called_by_their_numbers():
+    pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))))
+    assert model_names(compiled_of(pipe)).stage(1) == "stage 1 (module 1)"
+
+
+def test_what_a_report_of_a_recording_needs(threads, tmp_path):
+    driver, x = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads), torch.randn(6, 8)
+    words = r"run steps inside `with driver.record\(\) as recording:`"
+    for limit in (0, 2):
+        with pytest.raises(DriverError, match="1 or more" if not limit else words), driver.record(limit) as recording:
+            recording.report(tmp_path / "page.html")
+    with driver.record() as recording:
+        driver.run(2, x, x)
+    with pytest.raises(DriverError, match="give 0 to 0, or none"):
+        recording.report(tmp_path / "page.html", step=1)
+    for step_number in (0, None):
+        recording.report(tmp_path / f"{step_number}.html", step=step_number)
+        assert (tmp_path / f"{step_number}.html").exists()

@@ -313,12 +313,8 @@ def test_nothing_is_told_to_a_worker_that_is_gone_until_it_has_a_process_again(l
     posted(log, {0: STEP, 1: STEP})
     log.lose(1, WorkerLostError("second", 1, "here", 1, "it died"))
     told = log.replace([], gone=[1])
-    assert [(each.worker, type(each.message)) for each in told] == [
-        (0, GiveUp),
-        (2, GiveUp),
-        (0, Command),
-        (2, Command),
-    ]
+    kinds = [(each.worker, type(each.message)) for each in told]
+    assert kinds == [(0, GiveUp), (2, GiveUp), (0, Command), (2, Command)]
     assert told[-1].message.body == ForgetPeers((1,)) and log.present == [0, 2] and log.starts == [0, 1, 0]
     log.replaced()
     posted(log, {0: STEP})

@@ -1,17 +1,23 @@
-"""Optimizers on workers are torch's: which parameters they have, which gradients they drop, and whether they can be split."""
+"""Optimizers on workers, and copies of them that a script reads."""
 
 import copy
+import io
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.drivers.model.optimizers.checks import check_separable
-from tests.drivers.models import Chain, TiedLanguage
+from pippy.ir.base.errors import PippyWarning
+from tests.comparisons import assert_gradients, assert_state, update
+from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -20,31 +26,10 @@ def batch(rows=7):
     return torch.randn(rows, 8), torch.randn(rows, 8)
 
 
-def tokens():
-    return torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def both(threads, model=None, loss=None, **options):
     """The plain model, and a driver for its twin."""
     model = Chain(3) if model is None else model
     return copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, loss or nn.MSELoss(), **options), threads)
-
-
-def assert_gradients(driver, plain):
-    for name, gradient in driver.gradients().items():
-        expected = plain.get_parameter(name).grad
-        assert (gradient is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
-
-
-def assert_state(driver, plain):
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
 def test_parameters_that_no_group_names_are_left_alone(threads):
@@ -57,7 +42,6 @@ def test_parameters_that_no_group_names_are_left_alone(threads):
     mine.step(), theirs.step()
     assert_state(driver, plain)
     assert [group["params"] for group in mine.state_dict()["param_groups"]] == [["layers.0.weight", "layers.0.bias"]]
-    driver.close()
 
 
 AS_TORCH = {
@@ -87,7 +71,6 @@ def test_parameters_may_come_first_as_in_torch(threads, given):
         driver.instantiate_optimizer(torch.optim.SGD, given(model), lr=0.1, param_groups=[{"params": "*"}])
     with pytest.raises(OptimizerError, match="not a parameter of the model"):
         driver.instantiate_optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters(), lr=0.1)
-    driver.close()
 
 
 def test_a_group_for_all_the_rest(threads):
@@ -100,7 +83,6 @@ def test_a_group_for_all_the_rest(threads):
     for groups in ([{"params": ...}, {"params": ...}], [{"params": "*"}, {"params": ...}], []):
         with pytest.raises(OptimizerError, match=r"rest|group"):
             driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=groups)
-    driver.close()
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -132,7 +114,6 @@ def test_two_optimizers_on_one_driver(threads, accumulate):
                 each[1].zero_grad()
         assert_gradients(driver, plain)
     assert_state(driver, plain)
-    driver.close()
 
 
 def test_dropping_the_gradients_of_one_optimizer_survives_a_step_that_fails(threads):
@@ -144,7 +125,6 @@ def test_dropping_the_gradients_of_one_optimizer_survives_a_step_that_fails(thre
     with pytest.raises(RuntimeError):
         driver.run(2, torch.randn(7, 9), target)
     assert_gradients_of(driver, {"layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"})
-    driver.close()
 
 
 def assert_gradients_of(driver, names):
@@ -172,7 +152,6 @@ def test_an_optimizer_that_mixes_the_parameters_of_a_group_is_refused(threads):
     with pytest.raises(OptimizerError, match=r"NormedSGD .* other parameters .*clip_grad_norm_"):
         driver.instantiate_optimizer(NormedSGD, lr=0.1)
     assert threads.session.counts == before
-    driver.close()
 
 
 class NoisySGD(torch.optim.SGD):
@@ -245,8 +224,131 @@ def test_each_optimizer_of_torch(threads, kind):
             x, target = torch.randint(13, (7, 1)), torch.randn(7, 8)
         driver.run(2, x, target)
         F.mse_loss(plain(x), target).backward()
-        for each in (mine, theirs):
-            each.step()
-            each.zero_grad()
+        update(mine, theirs)
     assert_state(driver, plain)
-    driver.close()
+
+
+# In a callback, the model of the script gets the workers' numbers when something reads them, and only then.
+
+
+class Trained:
+    """A model whose driver has made an update, and how often its numbers were copied since."""
+
+    def __init__(self, threads):
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        self.held, self.average = list(self.model.parameters()), AveragedModel(self.model)
+        pipe = pipeline(self.model, nn.MSELoss(), num_stages=2, split="parameters")
+        self.driver, self.copies = PipelineDriver1F1B(pipe, threads, check=False), 0
+        optimizer = self.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        self.driver.run(1, torch.randn(4, 4), torch.randn(4, 1))
+        optimizer.step()
+        copy_to = self.driver.parameters.copy_to
+
+        def counted(model):
+            self.copies += 1
+            copy_to(model)
+
+        self.driver.parameters.copy_to = counted
+
+
+@pytest.fixture
+def trained(threads):
+    made = Trained(threads)
+    yield made
+    made.driver.close()
+
+
+def saved(trained):
+    file = io.BytesIO()
+    torch.save(trained.model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).state_dict()["0.weight"]
+
+
+def averaged(trained):
+    trained.average.update_parameters(trained.model)
+    return trained.average.module[0].weight.clone()
+
+
+def called(trained):
+    return trained.model.eval()(torch.ones(1, 4))
+
+
+READS = {
+    "an argument": lambda trained: torch.zeros(4, 4).add(trained.model[0].weight, alpha=0.5),
+    "in a list": lambda trained: torch._foreach_norm([trained.model[0].weight])[0],
+    "a method": lambda trained: trained.model[0].weight.norm(),
+    "detach": lambda trained: trained.model[0].weight.detach().clone(),
+    "data": lambda trained: trained.model[0].weight.data.clone(),
+    "an element": lambda trained: torch.tensor(trained.model[0].weight[0, 0].item()),
+    "numpy": lambda trained: torch.from_numpy(trained.model[0].weight.detach().numpy().copy()),
+    "a list of numbers": lambda trained: torch.tensor(trained.model[0].weight.tolist()),
+    "held before": lambda trained: parameters_to_vector(trained.held),
+    "a buffer": lambda trained: trained.model[1].running_mean.clone(),
+    "a state dict": lambda trained: trained.model.state_dict()["0.weight"].clone(),
+    "a copy": lambda trained: copy.deepcopy(trained.model)[0].weight,
+    "a file": saved,
+    "an average": averaged,
+    "a call": called,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_is_read_is_what_the_workers_have(read, trained):
+    """The same read of a model that has the trained numbers beforehand gives the same."""
+    with trained.driver.copied_when_read():
+        found = read(trained)
+        assert trained.copies == 1
+        read(trained)
+    assert trained.copies == 1
+    if read is not averaged:
+        assert torch.equal(found, read(trained))
+    assert torch.equal(trained.model[0].weight, trained.driver.state_dict()["0.weight"])
+
+
+ASKS = {
+    "sizes": lambda model: [(each.shape, each.numel(), each.size(), each.dim()) for each in model.parameters()],
+    "kinds": lambda model: [
+        (each.dtype, each.device, each.is_leaf, each.is_floating_point()) for each in model.parameters()
+    ],
+    "freezing": lambda model: [each.requires_grad_(each.requires_grad) for each in model.parameters()],
+    "modes": lambda model: model.train(),
+    "other tensors": lambda model: torch.ones(3).sum(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_what_asks_for_no_numbers_copies_nothing(ask, trained):
+    with trained.driver.copied_when_read():
+        ask(trained.model)
+    assert trained.copies == 0
+
+
+def test_outside_of_a_callback_nothing_is_copied(trained):
+    with trained.driver.copied_when_read():
+        pass
+    trained.model[0].weight.norm()
+    assert trained.copies == 0
+
+
+def test_a_model_that_is_as_on_the_workers_is_not_looked_at(trained):
+    trained.driver.copy_to(trained.model)
+    inside = trained.driver.copied_when_read()
+    assert not isinstance(inside, torch.overrides.TorchFunctionMode)
+
+
+def test_a_model_of_another_driver_is_told_as_ever(trained, threads):
+    other = Trained(threads)
+    with trained.driver.copied_when_read(), pytest.warns(PippyWarning, match="does not use the trained parameters"):
+        other.model.state_dict()
+    assert (trained.copies, other.copies) == (0, 0)
+
+
+def test_the_workers_can_be_asked_inside(trained):
+    """As by a callback that evaluates: the function mode is no one of the script's, and no reason to copy."""
+    with trained.driver.copied_when_read(), torch.no_grad():
+        loss = trained.driver.run(1, torch.ones(4, 4), torch.ones(4, 1))
+        assert trained.copies == 0
+        trained.driver.copy_to(trained.model)
+        function = partial(nn.functional.mse_loss, target=torch.ones(4, 1))
+        torch.testing.assert_close(loss, function(trained.model(torch.ones(4, 4))))

@@ -223,7 +223,6 @@ def test_a_worker_that_comes_back_on_another_host_gets_its_values_there(workers,
         links.append({(each.source, each.to) for each in recording.steps[-1].traffic() if each.value == "tanh"})
         assert driver.program(2).hosts == tuple("ab".index(each) for each in hosts)
     assert links == [{(0, 1), (1, 2)}, {(0, 1), (0, 2)}]
-    driver.close()
 
 
 @pytest.mark.parametrize("where", ["send_again", "take_kept", "restore"])

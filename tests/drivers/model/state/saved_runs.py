@@ -1,6 +1,8 @@
-"""A training run, as a driver has it and in plain PyTorch, for tests that save it and go on."""
+"""Training runs, by a driver and in plain PyTorch, for tests that save them and go on; manifests as others write them."""
 
 import copy
+import hashlib
+import json
 
 import torch
 from torch import nn
@@ -8,13 +10,9 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
-from tests.drivers.models import TiedLanguage
+from tests.drivers.models import TiedLanguage, cross_entropy
 
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 class Training:
@@ -137,3 +135,28 @@ def many(threads):
     model = Many()
     driver = PipelineDriver1F1B(pipeline(model, Scaled()), threads)
     return model, driver, driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+# Manifests of checkpoints as earlier versions wrote them, and as whoever writes a file can write them.
+
+
+def content_of(path):
+    """What a checkpoint's manifest says, without the hash."""
+    content = json.loads((path / "checkpoint.json").read_bytes())
+    content.pop("hash", None)
+    return content
+
+
+def text_of(content, version=2, change=lambda text: text):
+    """The bytes of a manifest; ``change`` makes others of them. That of version 2 has the right hash, whatever it says."""
+    text = change(json.dumps({**content, "version": version} if version else content, indent=1).encode())
+    if version == 1:
+        return text
+    return text.removesuffix(b"\n}") + f',\n "hash": "{hashlib.sha256(text).hexdigest()}"\n}}'.encode()
+
+
+def rewrite(path, change, version=2):
+    """Change what a manifest says. With ``version`` None, that is what the change makes of it."""
+    content = content_of(path)
+    change(content)
+    (path / "checkpoint.json").write_bytes(text_of(content, version))

@@ -15,8 +15,7 @@ from torch import nn
 from pippy import Pipe, PipelineDriver1F1B, load_checkpoint, pipeline
 from pippy.drivers.base.errors import CheckpointError
 from pippy.ir.base.errors import PippyWarning
-from tests.drivers.files.manifests import rewrite
-from tests.drivers.model.state.saved_runs import Training, WithDropout, assert_equal, batch, cross_entropy
+from tests.drivers.model.state.saved_runs import Training, WithDropout, assert_equal, batch, cross_entropy, rewrite
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -1,0 +1,440 @@
+"""Models with parts that tracing treats in a way of their own train on workers as plain PyTorch trains them."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+from torch.export import export
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pippy import pipe_split, pipeline
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.batch.merge import Sum
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
+from pippy.errors import InputError, PippyWarning
+from tests.comparisons import assert_gradients, assert_loss, assert_same, run_plain, twin
+from tests.ir.cut.test_ways import MODELS, TARGET, Critic, Net, X, penalized_silently, penalty_of
+from tests.ir.trace.test_exported import Blocks, Called, exported, ids, numbers
+from tests.ir.trace.test_function_transforms import MSE, TRANSFORMED, copy_of, kept
+from tests.ir.trace.test_kept_whole import Net as Branching
+from tests.ir.trace.test_kept_whole import X as ROWS
+
+pytestmark = [pytest.mark.usefixtures("in_float64", "seeded"), pytest.mark.filterwarnings("ignore::pippy.PippyWarning")]
+
+WIDTH = 16
+
+
+def keep_products(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(nn.Module):
+    """Four checkpointed blocks in as many stages; the first makes what all use."""
+
+    def __init__(self, reentrant=False, selective=None):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([self.block() for _ in range(4)])
+        self.options = {"use_reentrant": reentrant}
+        if selective is not None:
+            self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective)
+
+    def block(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        shift = self.first(x)
+        x = shift.relu()
+        for index, block in enumerate(self.blocks):
+            if index:
+                pipe_split()
+            x = x + checkpoint(lambda x, y, block=block: torch.sin(block(x) + y), x, shift, **self.options)
+        return x
+
+
+def plain_step(model, x, target):
+    loss = F.mse_loss(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reentrant": True}, {}, {"selective": keep_products}, {"selective": OPERATORS}],
+    ids=["reentrant", "not", "policy", "list"],
+)
+def test_gradients_are_those_of_the_plain_model(threads, options):
+    x, target = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
+    for schedule in ("1f1b", "zb_h1"):
+        model = Checkpointed(**options)
+        plain = copy.deepcopy(model)
+        driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads, schedule=schedule)
+        for _ in range(2):
+            torch.testing.assert_close(driver.run(3, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
+        assert_gradients(driver, plain)
+        driver.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_autocast_around_the_step(threads, reentrant):
+    model = Checkpointed(reentrant).float()
+    plain, driver = copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    x, target = torch.randn(2, 8, WIDTH, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(driver.run(1, x, target), plain_step(plain, x, target))
+    assert_gradients(driver, plain, rtol=1e-2, atol=1e-4)
+
+
+class Scaled(nn.Module):
+    """The loss is linear in the weights, so it is their product with the gradients: if the backward drops what was dropped."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.rand(WIDTH) + 1), nn.Parameter(torch.rand(WIDTH) + 1)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = checkpoint(self.part, x, self.first, use_reentrant=self.reentrant)
+        pipe_split()
+        return checkpoint(self.part, x, self.last, use_reentrant=self.reentrant)
+
+    def part(self, x, scale):
+        return F.dropout(x * scale)
+
+
+def mean(output, target):
+    return output.mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}], ids=str)
+def test_the_backward_drops_the_same_again(threads, options):
+    """On one worker: the threads of this process have one random state."""
+    for reentrant in (False,) if options else (False, True):
+        model, x = Scaled(reentrant), torch.rand(8, WIDTH)
+        driver = PipelineDriver(pipeline(model, mean), threads, world_size=1, loss_reduction="mean", **options)
+        loss = driver.run(2, x, x)
+        for name, gradient in driver.gradients().items():
+            torch.testing.assert_close(gradient @ model.get_parameter(name), loss)
+        driver.close()
+
+
+# Functions that torch.func transforms run on workers as in the plain model.
+
+
+WITH_SUM = "vmap with values from outside"  # it sums over the rows
+
+
+@pytest.mark.parametrize(("name", "chunks"), [(WITH_SUM, 1), ("a gradient for each row", 2), ("hessian", 2)])
+def test_workers_compute_it(name, chunks, cluster):
+    model, x, target = kept(TRANSFORMED[name]), torch.randn(6, 4), torch.randn(6, 4)
+    plain = copy_of(model, TRANSFORMED[name])
+    MSE(plain(x), target).backward()
+    driver = PipelineDriver1F1B(pipeline(model, MSE, example_args=(x, target)), cluster)
+    driver.run(chunks, x, target)
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+
+
+# Models that differentiate in forward train on workers as the plain model: forces of a potential, among others.
+
+
+OF_ROWS = [name for name in MODELS if "parameter" not in name and name not in ("inner loop", "of two values")]
+
+
+def check_steps(driver, plain, loss_fn):
+    for _ in range(2):
+        plain.zero_grad()
+        driver.zero_grad()
+        assert_loss(driver.run(3, X.clone(), TARGET), loss_fn(plain(X.clone()), TARGET), rtol=1e-12, atol=1e-14)
+        found = driver.gradients()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_gradients_through_gradients_are_those_of_the_plain_model(cluster, name, schedule):
+    model = Net(MODELS[name])
+    plain = copy.deepcopy(model)
+    driver = PipelineDriver(pipeline(model, F.mse_loss, num_stages=2), cluster, schedule=schedule)
+    check_steps(driver, plain, F.mse_loss)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_gradient_penalty_is_refused_in_the_loss_and_right_in_forward(cluster, schedule):
+    critic = Critic(with_gradient=False)
+    with pytest.raises(StepError, match="return it beside the output"):
+        PipelineDriver(pipeline(critic, penalized_silently), cluster, schedule=schedule).run(3, X, TARGET)
+    advised = Critic(with_gradient=True)
+    plain = copy.deepcopy(advised)
+
+    def loss_fn(output, target):
+        return output[0].mean() + penalty_of(output[1])
+
+    check_steps(PipelineDriver(pipeline(advised, loss_fn), cluster, schedule=schedule), plain, loss_fn)
+
+
+# Models whose forward makes distributions of torch: what these ask of numbers is asked where the numbers are.
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x, action):
+        chosen = Normal(self.last(torch.tanh(self.first(x))), self.scale, validate_args=True)
+        prior = Normal(torch.zeros_like(action), torch.ones_like(action))
+        return kl_divergence(chosen, prior).sum(1) - chosen.log_prob(action).sum(1)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+def test_distributions_in_forward(with_example, threads):
+    model, x, action, target = Policy(), torch.randn(6, 4), torch.randn(6, 2), torch.randn(6)
+    plain = copy.deepcopy(model)
+    nn.functional.mse_loss(plain(x, action), target).backward()
+    example = (x[:2], action[:2], target[:2]) if with_example else None
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example)
+    driver = PipelineDriver1F1B(pipe, threads)
+    driver.run(2, x, action, target)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    action[5, 0] = torch.nan
+    with pytest.raises(ValueError, match="invalid values"):
+        plain(x, action)
+    with pytest.raises(StepError, match="was given 1 value that is not valid"):
+        driver.run(2, x, action, target)
+
+
+# Programs of `torch.export`, on workers.
+
+
+def test_a_driver_runs_it_with_micro_batches_of_any_size(threads):
+    model, program, _, kwargs, _ = exported("language")
+    plain = copy.deepcopy(model)
+    whole = {"ids": ids(5)}
+    expected = run_plain(Called(plain, kwargs), None, "loss", (whole,), None)
+    driver = PipelineDriver1F1B(pipeline(program), threads, output_spec={"rows": Sum()})
+    for chunks in (1, 3, 5):
+        driver.zero_grad()
+        result = driver.run(chunks, whole, **kwargs)
+        assert_same(result["loss"], expected["loss"], f"loss with {chunks} micro-batches")
+        for name, parameter in plain.named_parameters():
+            assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
+    with pytest.raises(InputError, match=r"size\(\)\[1\] > 3"):
+        driver.run(1, {"ids": ids(5, 3)}, **kwargs)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_its_buffers_change_once_in_a_step(checkpoint, threads):
+    model, program, _, _, loss_fn = exported("counted")
+    plain = copy.deepcopy(model)
+    driver = PipelineDriver1F1B(pipeline(program, loss_fn), threads, checkpoint=checkpoint)
+    for _ in range(2):
+        x, target = numbers(4), numbers(4)[:, :1]
+        plain.zero_grad()
+        driver.zero_grad()
+        assert_same(driver.run(2, x, target), run_plain(plain, loss_fn, None, (x,), target), "loss")
+        for name, parameter in plain.named_parameters():
+            assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
+    assert_same(driver.state_dict(), plain.state_dict(), "state")
+
+
+def test_a_program_of_fixed_rows_runs_micro_batches_of_these(threads):
+    model = Blocks()
+    program, plain = export(model, (numbers(2),)), copy.deepcopy(model)
+    driver = PipelineDriver1F1B(pipeline(program, nn.MSELoss(), num_stages=2, split="parameters"), threads, check=False)
+    x, target = numbers(6), numbers(6)
+    assert_same(driver.run(3, x, target), run_plain(plain, nn.MSELoss(), None, (x,), target), "loss")
+    with pytest.raises(InputError, match=r"x\.size\(0\) is 3; .*it was 2"):
+        driver.run(2, x, target)
+
+
+# A model that one stage calls as a whole trains on a worker as the plain model does, whichever way its forward branches.
+
+
+def test_its_steps_on_a_worker_are_those_of_the_plain_model(cluster):
+    model = Branching().eval()
+    plain, start = twin(model), twin(model)
+    driver = PipelineDriver1F1B(pipeline(model, F.mse_loss, split="parameters", num_stages=1), cluster, world_size=1)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    own, branches = torch.optim.SGD(plain.parameters(), lr=0.1), set()
+    for sign in (1, -1, 1):
+        loss, expected = driver.run(1, sign * ROWS, target=ROWS), F.mse_loss(plain(sign * ROWS), ROWS)
+        expected.backward()
+        branches.add(plain._model.weight.grad is not None and bool(plain._model.weight.grad.any()))
+        optimizer.step(), optimizer.zero_grad(), own.step(), own.zero_grad()
+        assert_same(loss, expected.detach(), "loss")
+    assert branches == {True, False}
+    assert_same(driver.state_dict(), plain.state_dict(), "state")
+    driver.copy_to(start)
+    assert_same(start.state_dict(), plain.state_dict(), "state")
+
+
+# Layers that are called with other tensors than their own train as in the plain model. Each ran with its own, silently.
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.other, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.block, self.block2 = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x):
+        return self.last(self.middle(torch.tanh(self.first(x))))
+
+
+class WithAnothers(Layered):
+    def middle(self, x):
+        return functional_call(self.layer, dict(self.other.named_parameters()), (x,)) + self.layer(x)
+
+
+class BlockWithAnothers(Layered):
+    def middle(self, x):
+        return functional_call(self.block, dict(self.block2.named_parameters()), (x,)) + self.block(x)
+
+
+def with_made(self, x):
+    made = {"weight": self.layer.weight * self.scale, "bias": self.layer.bias}
+    return functional_call(self.layer, made, (x,))
+
+
+class Made(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.layer, self.scale = of.layer, of.scale
+
+    forward = with_made
+
+
+class WithMade(Layered):
+    """In a module of its own, as the error says."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = Made(self)
+
+    def middle(self, x):
+        return self.made(x)
+
+
+class Assigned(Layered):
+    def __init__(self):
+        super().__init__()
+        del self.layer.weight
+
+    def middle(self, x):
+        self.layer.weight = self.other.weight * self.scale
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [WithAnothers, BlockWithAnothers, WithMade, Assigned])
+def test_a_layer_that_is_called_with_other_tensors(kind, threads):
+    model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    nn.functional.mse_loss(plain(x), target).backward()
+    example = (x[:2], target[:2])
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example)
+    driver = PipelineDriver1F1B(pipe, threads)
+    driver.run(2, x, target)
+    for name, parameter in plain.named_parameters():
+        gradient = driver.get_grad(name)
+        assert (gradient is None or not gradient.any()) if parameter.grad is None else gradient is not None, name
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+def test_a_call_with_computed_tensors_keeps_the_models_own_forward_whole(with_example):
+    x = torch.randn(6, 4)
+    model = type("InItsOwnForward", (Layered,), {"middle": with_made})()
+    with pytest.warns(PippyWarning, match="into the forward of a module of its own"):
+        pipe = pipeline(model, nn.MSELoss(), **({"example_args": (x, x)} if with_example else {}))
+    assert pipe.num_stages == 1
+    torch.testing.assert_close(pipe(x, x), nn.functional.mse_loss(model(x), x))
+
+
+# Modules whose classes torch makes while the program runs: weight norm, spectral norm, and others of that kind.
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(module):
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
+def old(function):
+    def apply(module):
+        with pytest.warns(FutureWarning):
+            return function(module)
+
+    return apply
+
+
+NORMS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "of the user": symmetric,
+    "old weight_norm": old(nn.utils.weight_norm),
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.second, self.last = norm(nn.Linear(4, 4)), norm(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        x = torch.tanh(self.second(x))
+        pipe_split()
+        return self.last(x)
+
+
+def loss_fn(output, target):
+    return ((output - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("on, schedule", [("threads", "1f1b"), ("threads", "zb_h1"), ("cluster", "1f1b")])
+def test_parametrized_modules_travel(norm, on, schedule, request):
+    torch.manual_seed(3)
+    model = Normed(norm)
+    torch.manual_seed(3)
+    plain = Normed(norm)
+    names = list(plain.state_dict())
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    driver = PipelineDriver(pipeline(model, loss_fn), request.getfixturevalue(on), schedule=schedule)
+    optimizers = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = loss_fn(plain(x), target)
+        for each in optimizers:
+            each.zero_grad()
+        loss.backward()
+        torch.testing.assert_close(driver.run(1, x, target), loss.detach())
+        assert_gradients(driver, plain)
+        for each in optimizers:
+            each.step()
+    state = driver.state_dict()
+    assert list(state) == names
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[name], tensor)
