@@ -268,6 +268,7 @@ def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: fl
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
     _join(rank_info, met, start_timeout, timeout)
+    worker.see_to_leaving()
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()

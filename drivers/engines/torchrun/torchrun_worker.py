@@ -172,8 +172,6 @@ class TorchrunWorker:
         self.index, self.name, self.left = index, names[index], False
         self.thread: threading.Thread | None = None
         self._leaves = threading.Event()
-        if not shares_process:  # a thread that begins when the worker leaves may find no memory
-            threading.Thread(target=self._leave, name="pippy leaves", daemon=True).start()
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
         if sockets:
             UrgentConnection(sockets[1], self.urgent).start()
@@ -217,8 +215,11 @@ class TorchrunWorker:
             self.end()
         return None
 
+    def see_to_leaving(self) -> None:
+        """Have a thread end this process if it is told to leave and stays: one that began only then might find no memory."""
+        threading.Thread(target=self._leave, name="pippy leaves", daemon=True).start()
+
     def _leave(self) -> None:
-        """Once the worker is told to leave, see to it that it does."""
         self._leaves.wait()
         time.sleep(LEAVES_WITHIN)
         self._still_here()

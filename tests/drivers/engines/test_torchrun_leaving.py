@@ -31,6 +31,7 @@ def ended(monkeypatch):
                 os.close(writing)
                 sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
                 worker = TorchrunWorker(0, ["only"], "cpu", str)
+                worker.see_to_leaving()
                 function(worker)
             except SystemExit as end:
                 os._exit(end.code)
