@@ -21,8 +21,8 @@ from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.base.versions import versions
-from pippy.drivers.engines.connected.connected_worker import RunSettings
-from pippy.drivers.engines.connected.worker_places import WaitingWorkers, WorkerPlaces, await_any, say
+from pippy.drivers.engines.hub.hub_worker import RunSettings
+from pippy.drivers.engines.hub.members import WaitingWorkers, WorkerPlaces, await_any, say
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
 from pippy.drivers.engines.ray.ray_worker import RayWorker
 from pippy.drivers.engines.routes import Routes

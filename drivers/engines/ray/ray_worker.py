@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from pippy.drivers.base.process import exit_at_once, keep_freed_memory
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
-from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings, place_of_this_process
+from pippy.drivers.engines.hub.hub_worker import ConnectedWorker, RunSettings, place_of_this_process
 from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door
 from pippy.drivers.wire.messages.handed_sockets import take_over
