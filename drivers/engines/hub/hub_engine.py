@@ -15,13 +15,15 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Generic
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.engines.cluster import Cluster, note_opened_cluster
+from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.hub.hub_worker import RunSettings
 from pippy.drivers.engines.hub.members import AnyMember, WaitingWorkers, WorkerPlaces, await_any
 from pippy.drivers.engines.routes import Routes
@@ -35,10 +37,14 @@ _LOOKS = 0.1  # seconds between two looks whether a member is gone that is to co
 
 
 class HubEngine(ABC, Generic[AnyMember]):
-    """The members. ``launch`` is what the cluster is to have, and ``over`` says that it is closed."""
+    """The members. ``launch`` is what the cluster is to have, and ``over`` says that it is closed.
+
+    ``far_address`` is where doors for members of other hosts are opened. None if these come where they have come in.
+    """
 
     recovery_advice = RECOVERY_ADVICE
     over: str
+    far_address: str | None = None
 
     def __init__(self, launch: Any) -> None:
         self.launch, self.owner = launch, os.getpid()
@@ -59,10 +65,6 @@ class HubEngine(ABC, Generic[AnyMember]):
         """End what is left of members that the cluster has lost, and say why."""
 
     @abstractmethod
-    def how_ended(self, member: AnyMember, how: str, within: float) -> str:
-        """How a member ended whose connection is gone, which says ``how``. Waits no longer than so many seconds."""
-
-    @abstractmethod
     def check_left(self, workers: Sequence[int], present: Sequence[AnyMember], left: float) -> None:
         """Called before each wait for members. Raises if no more can come in the seconds that are left."""
 
@@ -75,15 +77,15 @@ class HubEngine(ABC, Generic[AnyMember]):
         """The device of a worker, and with how many threads each worker computes."""
 
     @abstractmethod
-    def far_door(self, numbers: Sequence[int]) -> "AbstractContextManager[Invitation | None]":
-        """A door at which a member of another host comes with these numbers; None if it is the one where it has come in."""
-
-    @abstractmethod
     def end_all(self, lost: str | None) -> None:
         """End all members, also those that wait; ``lost`` says which worker the cluster has lost, if it has."""
 
     def dropped(self, member: AnyMember) -> None:
         """A member has ended while it waited."""
+
+    def how_ended(self, member: AnyMember, how: str, within: float) -> str:
+        """How a member ended whose connection is gone, which says ``how``. Waits no longer than so many seconds."""
+        return how
 
     # What all have in common
 
@@ -159,8 +161,31 @@ class HubEngine(ABC, Generic[AnyMember]):
     # Members that become workers
 
     def _fill(self, workers: Iterable[int], deadline: float, spares: int = 0) -> dict[int, Address]:
-        """Have members take these places, when so many ``spares`` wait besides."""
-        return self._waiting.fill(workers, deadline, self.check_left, self._takes_its_place, spares)
+        """Have members take these places, when so many ``spares`` wait besides. Gives where the workers are."""
+        places = list(workers)
+        open_places = list(places)
+        while open_places:
+            chosen = self._chosen(open_places, deadline, spares)
+            self.places.of |= {worker: member.place for worker, member in chosen.items()}
+            try:
+                for worker, member in list(chosen.items()):
+                    if self._takes_its_place(worker, member):
+                        open_places.remove(worker)
+                    del chosen[worker]
+            except BaseException:  # Ctrl-C
+                for member in chosen.values():
+                    member.close()
+                    self.dropped(member)
+                raise
+        return {worker: self.places.address(worker) for worker in places}
+
+    def _chosen(self, workers: Sequence[int], deadline: float, spares: int) -> dict[int, AnyMember]:
+        """The best member for each worker, once there are enough."""
+        while len(present := self._waiting.present()) < len(workers) + spares:
+            left = deadline - time.monotonic()
+            self.check_left(workers, present, left)
+            self._waiting.await_change(present, left)
+        return self._waiting.take_best(workers, present)
 
     def _takes_its_place(self, worker: int, member: AnyMember) -> bool:
         """Have a member be a worker. Returns False if it cannot, and ends it."""
@@ -178,31 +203,39 @@ class HubEngine(ABC, Generic[AnyMember]):
         """Tell a member which worker it is. Returns the controller's ends of two connections for messages."""
         timeout, near = self.launch.timeout, self.places.is_near(member.place)
         numbers = [next(self._numbers) for _ in range(1 if near else 2)]
+        run = {"index": worker, "settings": asdict(self._settings(worker)), "numbers": numbers}
+        with (
+            self.expected(THIS_HOST if near else self.far_address, numbers) as (invitation, coming),
+            ExitStack() as undo,
+        ):
+            member.tell(timeout, run=run | {"invitation": invitation and invitation.line()})
+            ends = [undo.enter_context(next_of(each, timeout, member.gone)) for each in coming]
+            undo.pop_all()
+        return _near_pair(ends[0], timeout) if near else (ends[0], ends[1])
+
+    @contextmanager
+    def expected(
+        self, address: str | None, numbers: Sequence[int]
+    ) -> "Iterator[tuple[Invitation | None, Sequence[queue.SimpleQueue[socket.socket]]]]":
+        """Inside, the connections with these numbers come into queues, through a door at an address if there is one."""
         coming = {number: queue.SimpleQueue[socket.socket]() for number in numbers}
         self._coming |= coming
-        run = {"index": worker, "settings": asdict(self._settings(worker)), "numbers": numbers}
         try:
-            with self.open_door(THIS_HOST, numbers) if near else self.far_door(numbers) as invitation:
-                member.tell(timeout, run=run | {"invitation": invitation and invitation.line()})
-                with ExitStack() as undo:
-                    ends = [undo.enter_context(_next_of(each, timeout, member)) for each in coming.values()]
-                    undo.pop_all()
+            with ExitStack() as opened:
+                invitation = None
+                if address is not None:
+                    door = Door(address, numbers, self.take, 4 * self.launch.timeout)
+                    invitation = opened.enter_context(closing(door)).invitation
+                yield invitation, list(coming.values())
         finally:
             for number in numbers:
                 self._coming.pop(number, None)
-        return _near_pair(ends[0], timeout) if near else (ends[0], ends[1])
-
-    def open_door(self, address: str, numbers: Sequence[int]) -> "OpenDoor":
-        """A door for the connections with these numbers, as long as the block lasts."""
-        return OpenDoor(Door(address, numbers, self.take, self.launch.timeout))
 
     def take(self, number: int, end: socket.socket) -> None:
         """Take a connection that is expected, and close any other. On the thread of a door."""
-        try:
+        with suppress(OSError):  # it is gone
             if end.family != socket.AF_UNIX:
                 break_when_silent(end, self.launch.timeout)
-        except OSError:  # it is gone
-            pass
         if (coming := self._coming.pop(number, None)) is not None:
             coming.put(end)
         else:
@@ -216,27 +249,14 @@ class HubEngine(ABC, Generic[AnyMember]):
         return RunSettings(*given, LOGGER.getEffectiveLevel())
 
 
-class OpenDoor(AbstractContextManager["Invitation"]):
-    """A door that is open as long as the block lasts, which gets its invitation."""
-
-    def __init__(self, door: Door) -> None:
-        self.door = door
-
-    def __enter__(self) -> Invitation:
-        return self.door.invitation
-
-    def __exit__(self, *error: object) -> None:
-        self.door.close()
-
-
-def _next_of(coming: "queue.SimpleQueue[socket.socket]", within: float, member: AnyMember) -> socket.socket:
-    """The connection with which a member comes. Raises OSError if it does not come in time, or is gone."""
+def next_of(coming: "queue.SimpleQueue[socket.socket]", within: float, gone: Callable[[], str | None]) -> socket.socket:
+    """The next connection. Raises OSError if it does not come in time, or who is to come is ``gone``, which says how."""
     until = time.monotonic() + within
     while (left := until - time.monotonic()) > 0:
         try:
             return coming.get(timeout=min(left, _LOOKS))
         except queue.Empty:
-            if (how := member.gone()) is not None:
+            if (how := gone()) is not None:
                 raise ConnectionError(how) from None
     raise TimeoutError(f"it has not come within {within:g} s")
 
@@ -249,3 +269,14 @@ def _near_pair(end: socket.socket, timeout: float) -> SocketPair:
     if own is None:
         raise OSError(why)
     return own
+
+
+def opened(engine: HubEngine[Any], timeout: float, start_timeout: float) -> Cluster:
+    """The cluster of an engine, whose members come and start."""
+    try:
+        session = start(engine, timeout, start_timeout)
+        cluster = Cluster(engine.launch.names, session, engine, engine.places.device_type)
+        return note_opened_cluster(cluster, by_rpc=False)
+    except BaseException as error:
+        engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
+        raise

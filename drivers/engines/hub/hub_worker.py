@@ -1,11 +1,11 @@
 """A worker in a process that pippy did not start: from its first words to its end.
 
-A `MemberWorker` has come in, and waits until it is told which worker it is: at once, or when it is to take the place of one that
-was lost. It ends when the controller says so, or is gone.
+A `MemberWorker` has come in, and waits until it is told which worker it is: at once, or when it is to take the place of one
+that was lost. It ends when the controller says so, or is gone.
 
 Then it runs as a `ConnectedWorker`. That has two more connections with the controller: for the messages that its main thread
-takes, and for urgent ones. With each worker that it passes values to or takes them from it gets another one, when the controller
-says so.
+takes, and for urgent ones. With each worker that it passes values to or takes them from it gets another one, when the
+controller says so.
 """
 
 import os
@@ -177,12 +177,13 @@ class MemberWorker:
         if end.family != socket.AF_UNIX:
             break_when_silent(end, _SILENCE)
 
-    def run(self, place: dict[str, Any]) -> NoReturn:
-        """Say where this process is, wait, and run commands, until the process ends."""
+    def run(self, place: dict[str, Any] | None = None) -> NoReturn:
+        """Say where this process is, unless that is known, and wait; then run commands, until the process ends."""
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no stage has to hear of it
         try:
-            self.lines.send(place=place)
+            if place is not None:
+                self.lines.send(place=place)
             where = joined_address(self.invitation.address, self.invitation.port)
             self.say(f"joined the cluster at {where}, and waits until it needs a worker")
             told = self._read()

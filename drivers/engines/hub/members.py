@@ -1,6 +1,6 @@
 """The members of a cluster whose workers come from outside: their control lines, their places, and which of them wait.
 
-who has come ──add──▶ waits ──fill──▶ takes the place that suits it best: one of the first, or that of a worker which was lost
+who has come ──add──▶ waits ──take_best──▶ takes the place that suits it best: one of the first, or that of a lost worker
                         └── ends meanwhile: ``dropped`` is told
 
 `ControlLines` is the connection of a member with the controller, from its greeting to its end.
@@ -217,7 +217,7 @@ AnyMember = TypeVar("AnyMember", bound=Member)
 
 
 class WaitingWorkers(Generic[AnyMember]):
-    """Those that wait. Any thread may add one; one thread fills ``places``.
+    """Those that wait. Any thread may add one; one thread takes them for ``places``.
 
     ``dropped`` is called with each that has ended while it waited, when that is found.
     """
@@ -235,7 +235,7 @@ class WaitingWorkers(Generic[AnyMember]):
         self.changed()
 
     def changed(self) -> None:
-        """Have `fill` look again."""
+        """End `await_change`."""
         self._changed.set()
 
     def remove(self, guest: AnyMember) -> bool:
@@ -263,50 +263,14 @@ class WaitingWorkers(Generic[AnyMember]):
             self._dropped(each)
         return [each for each in placed if each not in gone]
 
-    def fill(
-        self,
-        workers: Iterable[int],
-        deadline: float,
-        waits: Callable[[Sequence[int], Sequence[AnyMember], float], object],
-        takes: Callable[[int, AnyMember], bool],
-        spares: int = 0,
-    ) -> dict[int, Address]:
-        """Have guests take these workers' places, when so many ``spares`` wait besides. Gives where the workers are.
+    def await_change(self, present: Iterable[AnyMember], seconds: float) -> None:
+        """Wait until another has come, or one of these is gone, or the time is up."""
+        await_any([self._changed, *present], seconds)
+        self._changed.clear()
 
-        ``waits`` is called before each wait, with the workers, those that are present and the seconds that are left. It raises
-        if none are left. ``takes`` has a guest be a worker; one that cannot is gone when it returns False.
-        """
-        places = list(workers)
-        open_places = list(places)
-        while open_places:
-            chosen = self._chosen(open_places, deadline, waits, spares)
-            self.places.of |= {worker: guest.place for worker, guest in chosen.items()}
-            try:
-                for worker, guest in list(chosen.items()):
-                    if takes(worker, guest):
-                        open_places.remove(worker)
-                    del chosen[worker]
-            except BaseException:  # Ctrl-C
-                for guest in chosen.values():
-                    guest.close()
-                    self._dropped(guest)
-                raise
-        return {worker: self.places.address(worker) for worker in places}
-
-    def _chosen(
-        self,
-        workers: Sequence[int],
-        deadline: float,
-        waits: Callable[[Sequence[int], Sequence[AnyMember], float], object],
-        spares: int,
-    ) -> dict[int, AnyMember]:
-        """The best guest for each worker, once there are enough."""
-        while len(present := self.present()) < len(workers) + spares:
-            left = deadline - time.monotonic()
-            waits(workers, present, left)
-            await_any([self._changed, *present], left)
-            self._changed.clear()
-        return {worker: guest for worker, guest in self._best(workers, present).items() if self.remove(guest)}
+    def take_best(self, workers: Sequence[int], present: Sequence[AnyMember]) -> dict[int, AnyMember]:
+        """The best of these members for each worker. They wait no more."""
+        return {worker: member for worker, member in self._best(workers, present).items() if self.remove(member)}
 
     def _best(self, workers: Sequence[int], present: Sequence[AnyMember]) -> dict[int, AnyMember]:
         """For each worker one of those that wait: on its own host if it had one, else host after host in their order."""

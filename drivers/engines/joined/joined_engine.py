@@ -10,16 +10,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.engines.arguments import check_seconds, polling_time, worker_names
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
-from pippy.drivers.engines.engine import start
-from pippy.drivers.engines.hub.hub_engine import HubEngine
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
+from pippy.drivers.engines.hub.hub_engine import HubEngine, opened
 from pippy.drivers.engines.hub.members import Member, await_any, say
 from pippy.drivers.engines.joined.address import (
     DEFAULT_SECRET,
@@ -78,18 +77,10 @@ class JoinedEngine(HubEngine[Member]):
         """Tell lost workers why they end. One of this host that does not end is killed."""
         _end(members, why)
 
-    def how_ended(self, member: Member, how: str, within: float) -> str:
-        """What its connection says: nobody else knows it."""
-        return how
-
     def refuse(self, worker: int, member: Member, why: str) -> None:
         """Send a worker away, and say why."""
         say(f"the worker on {member.place['host']} is sent away: {why}")
         _end([member], why)
-
-    def far_door(self, numbers: Sequence[int]) -> "AbstractContextManager[None]":
-        """The one place where the cluster listens."""
-        return nullcontext()
 
     def end_all(self, lost: str | None) -> None:
         """Tell all workers to end, and close what listens."""
@@ -214,9 +205,4 @@ def joined_cluster(
     check_none_open()
     note_local_cluster()
     engine = JoinedEngine(JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience))
-    try:
-        session = start(engine, timeout, start_timeout)
-        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
-    except BaseException as error:
-        engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
-        raise
+    return opened(engine, timeout, start_timeout)

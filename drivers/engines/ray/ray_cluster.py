@@ -15,8 +15,8 @@ from pippy.drivers.engines.arguments import (
     polling_time,
     worker_names,
 )
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
-from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
+from pippy.drivers.engines.hub.hub_engine import opened
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
@@ -74,12 +74,7 @@ def ray_cluster(
     except BaseException:
         leave_ray()
         raise
-    try:
-        session = start(engine, timeout, start_timeout)
-        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
-    except BaseException:
-        engine.close()
-        raise
+    return opened(engine, timeout, start_timeout)
 
 
 def _cores() -> int:
