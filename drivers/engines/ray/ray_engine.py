@@ -30,6 +30,7 @@ from pippy.ir.base.readable import count_with_noun
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
 _LOOKS = 0.5  # seconds between two looks whether the cluster is closed, while an actor starts
+_SAYS = 0.2  # seconds that Ray has at least to say how an actor ended: it is asked once
 _STARTS_END_WITHIN = 1.0  # seconds that the threads have to end which start actors
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
 
@@ -142,7 +143,7 @@ class RayEngine(HubEngine[RayGuest]):
 
     def how_ended(self, member: RayGuest, how: str, within: float) -> str:
         """What Ray says of it, if it knows in time."""
-        if not self.ray.wait([member.joined], timeout=within)[0]:
+        if not self.ray.wait([member.joined], timeout=max(within, _SAYS))[0]:
             return how
         return _how(self.ray, member.joined)
 
