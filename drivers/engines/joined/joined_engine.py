@@ -16,7 +16,7 @@ from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
-from pippy.drivers.engines.arguments import check_seconds, polling_time, worker_names
+from pippy.drivers.engines.arguments import checked_names, polling_time
 from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
 from pippy.drivers.engines.hub.hub_engine import HubEngine, opened
 from pippy.drivers.engines.hub.members import Member, await_any, say
@@ -199,8 +199,7 @@ def joined_cluster(
     _worker: str = WORKER,
 ) -> Cluster:
     """A cluster of ``n`` workers that join. `cluster` says what the arguments are."""
-    names = worker_names(n, names)
-    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    names = checked_names(n, names, timeout=timeout, start_timeout=start_timeout)
     polling_time(patience, crowded=False)
     check_none_open()
     note_local_cluster()
