@@ -234,6 +234,10 @@ class WaitingWorkers(Generic[AnyMember]):
             self._all.sort(key=lambda each: each.order)
         self.changed()
 
+    def __contains__(self, member: AnyMember) -> bool:
+        with self._lock:
+            return member in self._all
+
     def changed(self) -> None:
         """End `await_change`."""
         self._changed.set()

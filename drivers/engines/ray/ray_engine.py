@@ -25,11 +25,10 @@ from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
 from pippy.drivers.engines.ray.ray_worker import RayWorker
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.doors import THIS_HOST, Invitation
-from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.readable import count_with_noun
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
-_LOOKS = 0.5  # seconds between two looks whether the cluster is closed, while an actor starts
+_LOOKS = 0.5  # seconds between two looks whether the cluster is closed, while an actor starts, or has got a place
 _SAYS = 0.2  # seconds that Ray has at least to say how an actor ended: it is asked once
 _STARTS_END_WITHIN = 1.0  # seconds that the threads have to end which start actors
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
@@ -93,12 +92,6 @@ class RayGuest(Member):
         self.joined: Any = None
         self.starts, self.wrong = True, list[str]()
         self.error: ClusterError | None = None
-        self.over = PollableEvent()  # it is not watched any more
-
-    def close(self) -> None:
-        """End its connection."""
-        self.over.set()
-        super().close()
 
     def __str__(self) -> str:
         return "a spare" if self.name is None else f"worker {self.name!r}"
@@ -177,8 +170,6 @@ class RayEngine(HubEngine[RayGuest]):
 
     def end_all(self, lost: str | None) -> None:
         """End all actors, and leave Ray."""
-        for each in self._guests:
-            each.over.set()
         answers = _within(_ENDS_WITHIN, self._end_all)
         self.messages.close()
         for each in [*self._at.values(), *self._waiting.close()]:
@@ -239,7 +230,6 @@ class RayEngine(HubEngine[RayGuest]):
             self._launch_missing()
 
     def _drop(self, guest: RayGuest) -> None:
-        guest.over.set()
         self._waiting.remove(guest)
         with self._launching:
             self._guests = [each for each in self._guests if each is not guest]
@@ -260,9 +250,9 @@ class RayEngine(HubEngine[RayGuest]):
         if self._closed and self._waiting.remove(guest):  # nobody else has seen its connections
             guest.close()
             return
-        with suppress(ValueError):  # its connections are closed
-            await_any([guest, guest.over], None)
-        guest.over.close()
+        with suppress(ValueError):  # its connection is closed
+            while guest in self._waiting and not await_any([guest], _LOOKS):
+                pass
         self._waiting.present()
 
     def _make_ready(self, guest: RayGuest) -> None:
@@ -368,12 +358,6 @@ class RayEngine(HubEngine[RayGuest]):
             member.name = self.launch.names[worker]
             raise self._not_started(member, ClusterError(member.failed))
         self._launch_missing()
-
-    def _takes_its_place(self, worker: int, member: RayGuest) -> bool:
-        """Have an actor be a worker, which is watched as such from then on."""
-        took = super()._takes_its_place(worker, member)
-        member.over.set()
-        return took
 
     def device_and_threads(self, worker: int) -> tuple[str, Mapping[int, int]]:
         """What was asked for."""
