@@ -88,3 +88,23 @@ def polling_time(seconds: float | None, crowded: bool) -> float:
     what = "how many seconds a worker polls for a value before it sleeps"
     check_amount("patience", seconds, what, ClusterError, most=1, zero=True)
     return seconds
+
+
+def checked_names(
+    n: int,
+    names: Sequence[str] | None,
+    threads: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    device: str | torch.device | None = None,
+    **seconds: float,
+) -> tuple[str, ...]:
+    """The names of ``n`` workers. Raises unless all of these arguments can be those of a cluster.
+
+    >>> checked_names(1, ["only"], timeout=5.0)
+    ('only',)
+    """
+    names = worker_names(n, names)
+    check_devices(n, devices, device)
+    check_threads(threads)
+    check_seconds(**seconds)
+    return names

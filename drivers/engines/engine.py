@@ -2,9 +2,9 @@
 
     local/        processes of this host, which a fork server starts and watches
     torchrun/     processes that torchrun has started, on one host or several
-    ray/          actors of Ray, on one host or several
-    joined/       processes that join from any shell of any host
-    connected/    what the last two have in common
+    hub/          members that come from outside, from any host; two kinds of them:
+    ray/          actors of Ray
+    joined/       processes that join from any shell
     threads.py    threads of this process
 
 What workers send each other goes by the wire, of which an engine knows nothing but who may be connected with whom. All

@@ -28,15 +28,7 @@ from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.host_errors import host_error, in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process import open_standard_streams
-from pippy.drivers.engines.arguments import (
-    check_choice,
-    check_devices,
-    check_seconds,
-    check_threads,
-    device_name,
-    polling_time,
-    worker_names,
-)
+from pippy.drivers.engines.arguments import check_choice, checked_names, device_name, polling_time
 from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster, opening
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.local.fork_server import (
@@ -390,12 +382,10 @@ def local_cluster(
     """
     _check_system()
     cores = sorted(os.sched_getaffinity(0))
-    names = worker_names(n, names)
-    check_devices(n, devices, device)
+    names = checked_names(n, names, threads, devices, device, timeout=timeout, start_timeout=start_timeout)
     device_names = tuple(map(device_name, devices if devices is not None else [device or DEFAULT_DEVICE] * n))
-    threads = _threads(n, threads, pin, len(cores))
+    threads = threads or (1 if pin else max(1, len(cores) // n))
     check_choice("transport", transport, (None, *TRANSPORTS))
-    check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
     note_local_cluster()
@@ -479,11 +469,6 @@ def _chosen_transport(transport: str | None) -> str:
         f"can reach while they start"
     )
     return "rpc"
-
-
-def _threads(n: int, threads: int | None, pin: bool, cores: int) -> int:
-    check_threads(threads)
-    return threads or (1 if pin else max(1, cores // n))
 
 
 def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:

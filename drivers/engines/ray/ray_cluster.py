@@ -7,16 +7,9 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.arguments import (
-    check_choice,
-    check_devices,
-    check_seconds,
-    check_threads,
-    polling_time,
-    worker_names,
-)
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
-from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.arguments import check_choice, checked_names, polling_time
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
+from pippy.drivers.engines.hub.hub_engine import opened
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
@@ -44,10 +37,7 @@ def ray_cluster(
     _worker: str = WORKER,
 ) -> Cluster:
     """A cluster of ``n`` actors. `cluster` says what the arguments are."""
-    names = worker_names(n, names)
-    check_devices(n, devices, device)
-    check_threads(threads)
-    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    names = checked_names(n, names, threads, devices, device, timeout=timeout, start_timeout=start_timeout)
     check_choice("strategy", strategy, STRATEGIES)
     polling_time(patience, crowded=False)
     _check_address(address)
@@ -74,12 +64,7 @@ def ray_cluster(
     except BaseException:
         leave_ray()
         raise
-    try:
-        session = start(engine, timeout, start_timeout)
-        return note_opened_cluster(Cluster(names, session, engine, engine.places.device_type), by_rpc=False)
-    except BaseException:
-        engine.close()
-        raise
+    return opened(engine, timeout, start_timeout)
 
 
 def _cores() -> int:

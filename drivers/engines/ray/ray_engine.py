@@ -1,42 +1,35 @@
 """The engine of a cluster on Ray: an actor for each worker, in a bundle of a placement group.
 
-    controller ──Ray──▶ actor: where are you? open a door    (ray_worker.py)
-    controller ──────▶ its door: two connections, shared memory on one host, TCP between two
+    controller ──Ray──▶ actor: where are you? join                      (ray_worker.py)
+    actor ────────────▶ a door of the controller, which is open until it has come: it is a member (hub_engine.py)
                                                              as many actors as are asked for wait here: they are spares
-    controller ──Ray──▶ actor: take a place, and run         answered when the worker is gone, and how
 
 From then on nothing goes through Ray. When a worker is lost, an actor that waits takes its place, and Ray starts another.
 """
 
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
-from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.base.versions import versions
-from pippy.drivers.engines.connected.connected_worker import RunSettings
-from pippy.drivers.engines.connected.worker_places import WaitingWorkers, WorkerPlaces, await_any, say
+from pippy.drivers.engines.hub.hub_engine import HubEngine, next_of
+from pippy.drivers.engines.hub.members import ControlLines, Member, await_any, say
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
 from pippy.drivers.engines.ray.ray_worker import RayWorker
-from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
-from pippy.drivers.wire.messages.doors import Invitation, come_in
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over_pairs
-from pippy.drivers.wire.messages.sockets import break_when_silent
-from pippy.drivers.wire.pollable_event import PollableEvent
-from pippy.ir.base.logs import LOGGER
+from pippy.drivers.wire.messages.doors import THIS_HOST, Invitation
 from pippy.ir.base.readable import count_with_noun
 
 _AGAIN = 0.5  # seconds until an actor is started again that never ran
-_LOOKS = 0.5  # seconds between two looks whether the cluster is closed, while an actor starts
+_LOOKS = 0.5  # seconds between two looks whether the cluster is closed, while an actor starts, or has got a place
+_SAYS = 0.2  # seconds that Ray has at least to say how an actor ended: it is asked once
 _STARTS_END_WITHIN = 1.0  # seconds that the threads have to end which start actors
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
 
@@ -85,80 +78,44 @@ class RayLaunch:
         return f"{workers}{spares} with {_counts(self.bundle)} each, strategy {self.strategy!r}"
 
 
-class RayGuest:
-    """An actor, in a ``bundle`` of the placement group, and its connections with the controller once it has them.
+class RayGuest(Member):
+    """An actor, in a ``bundle`` of the placement group; a member once it has come.
 
     ``name`` is that of the worker that it is started for; None if it is to be a spare. ``error`` is why it did not start, or
-    not so far, and ``wrong`` says which of its versions are others than here.
+    not so far, and ``wrong`` says which of its versions are others than here. Ray answers ``joined`` when it is gone.
     """
 
     def __init__(self, bundle: int, name: str | None) -> None:
-        self.order = self.bundle = bundle
-        self.name = name
+        super().__init__(bundle)
+        self.bundle, self.name = bundle, name
         self.actor: Any = None
-        self.place: dict[str, Any] = {}
-        self.ends: SocketPair | None = None
-        self.signs: socket.socket | None = None  # the connection with its sign process
+        self.joined: Any = None
         self.starts, self.wrong = True, list[str]()
         self.error: ClusterError | None = None
-        self.over = PollableEvent()  # it is not watched any more
-
-    def fileno(self) -> int:
-        """The file descriptor of a connection."""
-        return self.ends[0].fileno() if self.ends else -1
-
-    def gone(self) -> str | None:
-        """How it ended, if it has: before it has a place, it says nothing."""
-        return "its connection broke" if await_any([self], 0.0) else None
-
-    def close(self) -> None:
-        """End its connections."""
-        self.over.set()
-        for each in (*(self.ends or ()), self.signs):
-            if each is not None:
-                each.close()
 
     def __str__(self) -> str:
         return "a spare" if self.name is None else f"worker {self.name!r}"
 
 
-class RayEngine:
+class RayEngine(HubEngine[RayGuest]):
     """The actors. ``close()`` ends them all, and leaves Ray."""
 
-    recovery_advice = RECOVERY_ADVICE
+    over = "the actors of this cluster were ended; open another"
 
     def __init__(self, launch: RayLaunch) -> None:
-        self.launch, self.ray, self.owner = launch, imported_ray(), os.getpid()
-        self.places = WorkerPlaces(launch.names)
-        self.messages = self.places.messages
+        super().__init__(launch)
+        self.ray = imported_ray()
         self._group: Any = None
         self._guests: list[RayGuest] = []  # all actors that start, wait or run
-        self._waiting = WaitingWorkers(self.places, self._launch_again)
         self._failed: list[RayGuest] = []  # those that did not start, since places were to be filled
         self._wanted: Sequence[int] = ()  # the workers whose places are to be filled
         self._threads: list[threading.Thread] = []
-        self._at: dict[int, RayGuest] = {}  # those that run
-        self._runs: dict[Any, int] = {}  # the calls that are answered when a worker is gone
-        self._died: dict[int, str] = {}
-        self._reading, self._launching = threading.RLock(), threading.RLock()
-        self._started = self._closed = False
+        self._launching = threading.RLock()
 
     @property
     def fixed(self) -> str | None:
         """Why a worker cannot be replaced; None if it can."""
-        if self._closed or os.getpid() != self.owner or not self.ray.is_initialized():
-            return "the actors of this cluster were ended; open another"
-        return None
-
-    @property
-    def routes(self) -> Routes:
-        """How values go between the workers, as they are placed now."""
-        return self.places.routes
-
-    @property
-    def spares(self) -> int:
-        """How many actors have started and wait."""
-        return len(self._waiting.present())
+        return super().fixed or (None if self.ray.is_initialized() else self.over)
 
     def start(self, timeout: float) -> Sequence[Address]:
         """Have Ray place the workers and start them, and connect with each."""
@@ -169,74 +126,56 @@ class RayEngine:
         while not self._group.wait(min(0.5, timeout)):  # Ctrl-C waits for it
             if time.monotonic() > deadline:
                 raise self._not_placed("the workers", timeout)
-        addresses = self._fill(range(len(self.launch.names)), deadline, self.launch.spares)
-        self._started = True
-        return [addresses[worker] for worker in sorted(addresses)]
+        return super().start(timeout)
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
-        with self._reading:
-            if self._closed or os.getpid() != self.owner:
-                return {}
-            if not self.ray.is_initialized():
-                return dict.fromkeys(range(len(self.launch.names)), "this process has left Ray (ray.shutdown())")
-            wait = 0.0 if self._died else wait
-            while self._runs and (done := self.ray.wait(list(self._runs), timeout=wait)[0]):
-                wait = 0.0
-                self._died |= {self._runs.pop(each): _how(self.ray, each) for each in done}
-            return dict(self._died)
+        if self._closed or os.getpid() != self.owner or self.ray.is_initialized():
+            return super().deaths(wait)
+        return dict.fromkeys(range(len(self.launch.names)), "this process has left Ray (ray.shutdown())")
+
+    def how_ended(self, member: RayGuest, how: str, within: float) -> str:
+        """What Ray says of it, if it knows in time."""
+        if not self.ray.wait([member.joined], timeout=max(within, _SAYS))[0]:
+            return how
+        return _how(self.ray, member.joined)
 
     def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
         """End what is left of some workers, and have spares, or others that Ray starts, take their places.
 
         Gives where those are. Ray starts as many spares anew as were taken. If this fails it can be tried again.
         """
-        if self.fixed is not None:
-            raise ClusterError(self.fixed)
-        if not _within(_ENDS_WITHIN, self.ray.nodes):
+        if self.fixed is None and not _within(_ENDS_WITHIN, self.ray.nodes):
             raise ClusterError(
                 f"the head of Ray has left a question unanswered for {_ENDS_WITHIN:g} s, and nothing else places workers; "
                 "close this cluster, and open another when Ray runs again"
             )
-        with self._reading:
-            self._forget(workers := list(workers))
-            return self._fill(workers, time.monotonic() + self.timeout)
+        return super().replace(workers)
 
     def end(self, workers: Iterable[int]) -> None:
         """End what is left of some workers, and what was to take their places."""
-        if self.fixed is not None:
-            raise ClusterError(self.fixed)
         with self._reading:
-            self._forget(workers := list(workers))
-            for worker in workers:
-                self.places.drop(worker)
+            super().end(workers)
             idle = [each for each in self._guests if each not in self._at.values()]
             self._end(sorted(idle, key=lambda each: each.starts)[self.launch.spares :])
 
-    def _forget(self, workers: Sequence[int]) -> None:
-        """End what is left of some workers, and go on without what Ray says of it."""
-        died = self.deaths()
-        left = {worker: self._at.pop(worker) for worker in workers if worker in self._at}
-        for guest in left.values():
-            self._drop(guest)
-        self._end([guest for worker, guest in left.items() if worker not in died])
-        self._runs = {run: worker for run, worker in self._runs.items() if worker not in workers}
-        self._died = {worker: how for worker, how in died.items() if worker not in workers}
+    def kill(self, members: Sequence[RayGuest], why: str) -> None:
+        """End lost actors, but for those of which Ray says that they are gone."""
+        gone = [each for each in members if self.ray.wait([each.joined], timeout=0)[0]]
+        for each in gone:
+            self._drop(each)
+        self._end([each for each in members if each not in gone])
+        for each in members:
+            each.close()
 
-    def close(self, lost: str | None = None) -> None:
-        """End all actors, and leave Ray; a second call does nothing."""
-        if self._closed or os.getpid() != self.owner:
-            return
-        self._closed = True
-        with uninterrupted():
-            for each in self._guests:
-                each.over.set()
-            answers = _within(_ENDS_WITHIN, self._end_all)
-            self.messages.close()  # at which a worker ends that Ray has not ended
-            for each in self._waiting.close():
-                each.close()
-            _within(_STARTS_END_WITHIN, self._await_threads)
-            _within(_ENDS_WITHIN if answers else 0.0, leave_ray)
+    def end_all(self, lost: str | None) -> None:
+        """End all actors, and leave Ray."""
+        answers = _within(_ENDS_WITHIN, self._end_all)
+        self.messages.close()
+        for each in [*self._at.values(), *self._waiting.close()]:
+            each.close()  # at which a worker ends that Ray has not ended
+        _within(_STARTS_END_WITHIN, self._await_threads)
+        _within(_ENDS_WITHIN if answers else 0.0, leave_ray)
 
     def _end_all(self) -> None:
         if not self.ray.is_initialized():  # a call would start another Ray
@@ -283,15 +222,14 @@ class RayEngine:
         for each in self._threads:
             each.join()
 
-    def _launch_again(self, guest: RayGuest) -> None:
+    def dropped(self, member: RayGuest) -> None:
         """One has ended while it waited. Start another."""
-        self._drop(guest)
+        self._drop(member)
         if self.fixed is None:
-            self.ray.kill(guest.actor)  # if only its connection has ended
+            self.ray.kill(member.actor)  # if only its connection has ended
             self._launch_missing()
 
     def _drop(self, guest: RayGuest) -> None:
-        guest.over.set()
         self._waiting.remove(guest)
         with self._launching:
             self._guests = [each for each in self._guests if each is not guest]
@@ -305,16 +243,16 @@ class RayEngine:
                 self._note_failure(guest, error)
             return
         finally:
-            if guest.ends is not None:
+            if guest.lines is not None:
                 self._waiting.add(guest)
             guest.starts = False
             self._waiting.changed()
         if self._closed and self._waiting.remove(guest):  # nobody else has seen its connections
             guest.close()
             return
-        with suppress(ValueError):  # its connections are closed
-            await_any([guest, guest.over], None)
-        guest.over.close()
+        with suppress(ValueError):  # its connection is closed
+            while guest in self._waiting and not await_any([guest], _LOOKS):
+                pass
         self._waiting.present()
 
     def _make_ready(self, guest: RayGuest) -> None:
@@ -327,8 +265,25 @@ class RayEngine:
         ]
         if guest.wrong:
             raise _other_versions(guest.wrong)
-        line = self._answer(guest, guest.actor.open.remote(self.places.is_near(place), self.launch.timeout))
-        guest.ends = self._connected(guest, Invitation.of_line(line))
+        self._let_in(guest)
+
+    def _let_in(self, guest: RayGuest) -> None:
+        """Open a door for an actor until it has come."""
+        address = THIS_HOST if self.places.is_near(guest.place) else self.far_address
+        number, timeout = next(self._numbers), self.launch.timeout
+        with self.expected(address, [number]) as (invitation, (coming,)):
+            assert invitation is not None, "there is a door"
+            guest.joined = guest.actor.join.remote(invitation.line(), number, timeout)
+            try:
+                guest.lines = ControlLines(next_of(coming, 4 * timeout, lambda: self._comes_not(guest)))
+            except OSError as error:
+                raise self._out_of_reach(guest, invitation, error) from error
+
+    def _comes_not(self, guest: RayGuest) -> str | None:
+        """Why an actor that was told to does not come; None if it may. Raises ClusterError if it is ended meanwhile."""
+        if not self._expects(guest):
+            raise ClusterError(f"{guest} was ended")
+        return _how(self.ray, guest.joined) if self.ray.wait([guest.joined], timeout=0)[0] else None
 
     def _where(self, guest: RayGuest) -> dict[str, Any]:
         """Start an actor, and ask where it is.
@@ -380,11 +335,11 @@ class RayEngine:
         self._failed, self._wanted = [], tuple(workers)
         try:
             self._launch_missing()
-            return self._waiting.fill(self._wanted, deadline, self._check_starts, self._takes_its_place, spares)
+            return super()._fill(self._wanted, deadline, spares)
         finally:
             self._wanted = ()
 
-    def _check_starts(self, workers: Sequence[int], present: Sequence[RayGuest], left: float) -> None:
+    def check_left(self, workers: Sequence[int], present: Sequence[RayGuest], left: float) -> None:
         """Raise if nobody starts for whom a worker could wait, or it has no time left."""
         starting = [each for each in self._guests if each.starts]
         if left > 0 and (starting or len(self._waiting.present()) > len(present)):
@@ -395,34 +350,24 @@ class RayEngine:
         error = next((each.error for each in failed if each.error is not None), None)
         raise error or self._not_placed(f"worker {self.launch.names[workers[0]]!r}", self.timeout)
 
-    def _takes_its_place(self, worker: int, guest: RayGuest) -> bool:
-        """Have an actor be a worker. Returns False if it does not answer, and ends it."""
-        told = guest.actor.take_place.remote(self.launch.names[worker], self.launch.devices[worker])
-        answered = bool(self.ray.wait([told], timeout=self.launch.timeout)[0])
-        try:
-            guest.place["device"] = self.ray.get(told) if answered else None
-        except self.ray.exceptions.RayActorError:
-            answered = False
-        except self.ray.exceptions.RayError as error:
-            guest.name = self.launch.names[worker]
-            raise self._not_started(guest, error) from error
-        if not answered or guest.ends is None:
-            self._end([guest])
-            guest.close()
-            self._launch_missing()
-            return False
-        with uninterrupted():
-            guest.over.set()
-            self.places.connected(worker, guest.ends, guest.signs)
-            self._at[worker] = guest
-            self._runs[guest.actor.run.remote(worker, self._settings(worker))] = worker
-        return True
+    def refuse(self, worker: int, member: RayGuest, why: str) -> None:
+        """End an actor that cannot be a worker. Raises what it said, if it did."""
+        self._end([member])
+        member.close()
+        if member.failed:
+            member.name = self.launch.names[worker]
+            raise self._not_started(member, ClusterError(member.failed))
+        self._launch_missing()
 
-    def _settings(self, worker: int) -> RunSettings:
-        launch, device = self.launch, self.places.of[worker]["device"]
-        patience = self.places.patience(worker, launch.patience, dict.fromkeys(self.places.of, launch.threads))
-        given = launch.worker, launch.names, device, launch.threads, launch.timeout, patience
-        return RunSettings(*given, LOGGER.getEffectiveLevel())
+    def device_and_threads(self, worker: int) -> tuple[str, Mapping[int, int]]:
+        """What was asked for."""
+        device = self.places.of[worker]["device"] = self.launch.devices[worker]
+        return device, dict.fromkeys(self.places.of, self.launch.threads)
+
+    @property
+    def far_address(self) -> str:  # type: ignore[override]
+        """That of this node. No door stays open."""
+        return str(self.ray.util.get_node_ip_address())
 
     def _not_started(self, guest: RayGuest, error: Exception) -> ClusterError:
         return ClusterError(
@@ -431,30 +376,12 @@ class RayEngine:
             "bring them)"
         )
 
-    def _connected(self, guest: RayGuest, invitation: Invitation) -> SocketPair:
-        """The controller's ends of two connections with an actor."""
-        timeout = self.launch.timeout
-        try:
-            if not self.places.is_near(guest.place):
-                with ExitStack() as undo:
-                    ends = [undo.enter_context(come_in(invitation, number, timeout)) for number in range(3)]
-                    for end in ends:
-                        break_when_silent(end, timeout)
-                    undo.pop_all()
-                guest.signs = ends[2]
-                return ends[0], ends[1]
-            with come_in(invitation, 0, timeout) as end:
-                end.settimeout(timeout)
-                own, why = hand_over_pairs(end)
-            if own is None:
-                raise OSError(why)
-            return own
-        except OSError as error:
-            raise ClusterError(
-                f"this process gets no connection with {guest} on {guest.place['host']} "
-                f"({invitation.address}, port {invitation.port}): {error}. Workers and the script connect with each other at "
-                "ports that their systems choose: a firewall between the nodes must let them, and the script must run on a node"
-            ) from error
+    def _out_of_reach(self, guest: RayGuest, invitation: Invitation, error: Exception) -> ClusterError:
+        return ClusterError(
+            f"this process gets no connection with {guest} on {guest.place['host']} "
+            f"({invitation.address}, port {invitation.port}): {error}. Workers and the script connect with each other at "
+            "ports that their systems choose: a firewall between the nodes must let them, and the script must run on a node"
+        )
 
     def _not_placed(self, who: str, seconds: float) -> ClusterError:
         nodes = [each for each in self.ray.nodes() if each["Alive"]]

@@ -324,6 +324,15 @@ def socket_for(address: str) -> socket.socket:
     return socket.socket(family, socket.SOCK_STREAM)
 
 
+def joined_address(host: str, port: int) -> str:
+    """A host and a port as the text HOST:PORT.
+
+    >>> joined_address("fd00::1", 29400)
+    '[fd00::1]:29400'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _listen_here(opened: ExitStack) -> tuple[socket.socket, tuple[str, int]]:
     """A unix socket, and where processes of this user can connect to it: among the open files of this process.
 

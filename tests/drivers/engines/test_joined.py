@@ -13,7 +13,7 @@ import torch
 
 from pippy import cluster, local_cluster
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
-from pippy.drivers.engines.connected.connected_worker import ConnectedWorker, RunSettings
+from pippy.drivers.engines.hub.hub_worker import ConnectedWorker, RunSettings
 from pippy.drivers.engines.joined import joined_engine
 from pippy.drivers.engines.joined.address import listening_place, made_secret_file, own_address, secret_in
 from pippy.drivers.engines.joined.joined_engine import joined_cluster

@@ -180,7 +180,7 @@ def test_other_versions_are_refused(monkeypatch):
             engine._make_ready(guest)
     engine._failed = guests
     with pytest.raises(ClusterError) as refused:
-        engine._check_starts([0], [], 1.0)
+        engine.check_left([0], [], 1.0)
     lines = [f"  ray: 9.9 on node7 ({who}), {ray.__version__} here" for who in ("worker 'a'", "a spare")]
     assert str(refused.value).splitlines()[1:] == [*lines, "install the same versions on each node"]
 

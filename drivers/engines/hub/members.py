@@ -1,16 +1,27 @@
-"""Where workers are that pippy did not start, the controller's connections with them, and those that wait for a place.
+"""The members of a cluster whose workers come from outside: their control lines, their places, and which of them wait.
 
-who has come ──add──▶ waits ──fill──▶ takes the place that suits it best: one of the first, or that of a worker which was lost
+who has come ──add──▶ waits ──take_best──▶ takes the place that suits it best: one of the first, or that of a lost worker
                         └── ends meanwhile: ``dropped`` is told
+
+`ControlLines` is the connection of a member with the controller, from its greeting to its end.
+
+    worker      {"place": ...}       where it is, and what it has; Ray says this of its actors itself
+    controller  {"run": ...}         which worker it is, what it computes with, and how it gets its connections for messages
+    worker      {"failed": text}     why it ends, if it raised
+    controller  {"end": why}         the worker is to end; null if the cluster was closed
+
+Each is a line of JSON. When the connection breaks, each end knows that the other is gone.
 """
 
+import json
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -106,50 +117,134 @@ class WorkerPlaces:
         return polling_time(given, crowded=wanted > len(self.of[worker]["cores"]))
 
 
-class Guest(Protocol):
-    """One that has come. ``place`` is empty until it is known; of two, that with the lower ``order`` is taken first.
+_LONGEST_LINE = 1 << 20  # bytes of a line
 
-    `fileno` is that of a connection which becomes readable when the other end is gone.
+
+class ControlLines:
+    """One end of the connection. `send` may be called by any thread, `read` by one.
+
+    >>> here, there = map(ControlLines, socket.socketpair())
+    >>> here.send(end=None)
+    >>> there.read()
+    {'end': None}
+    >>> here.close()
+    >>> there.read() is None
+    True
+    >>> there.close()
     """
 
-    order: int
-    place: dict[str, Any]
+    def __init__(self, end: socket.socket) -> None:
+        self.socket, self._said = end, b""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """The file descriptor to wait for."""
+        return self.socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send a message. Raises OSError if the other end is gone."""
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self, within: float | None = None) -> dict[str, Any] | None:
+        """The next message; None if the other end is gone. Raises OSError if none comes in so many seconds, or it is none."""
+        until = None if within is None else time.monotonic() + within
+        while b"\n" not in self._said:
+            waiting = select.poll()
+            waiting.register(self.socket, select.POLLIN)
+            if not waiting.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError(f"no answer within {within:g} s")
+            more = self.socket.recv(1 << 16)
+            if not more:
+                return None
+            self._said += more
+            if len(self._said) > _LONGEST_LINE:
+                raise ConnectionError("it says something else than was expected")
+        line, _, self._said = self._said.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise ConnectionError("it says something else than was expected") from error
+        if not isinstance(message, dict):
+            raise ConnectionError("it says something else than was expected")
+        return message
+
+    def close(self) -> None:
+        """End the connection, also where a fork of this process holds it open."""
+        with suppress(OSError):  # the other end has done so
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+class Member:
+    """One that has come, or is to come. Of two members, the one with the lower ``order`` is taken first.
+
+    ``place`` is empty until it is known, and ``lines`` is None until the member has come. ``failed`` is what it said last.
+    """
+
+    def __init__(self, order: int, end: socket.socket | None = None) -> None:
+        self.order, self.failed = order, ""
+        self.lines = None if end is None else ControlLines(end)
+        self.place: dict[str, Any] = {}
+
+    def fileno(self) -> int:
+        """The file descriptor of its connection, which is readable when the member has said something, or is gone."""
+        return -1 if self.lines is None else self.lines.fileno()
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.lines is not None:
+            self.lines.close()
 
     def gone(self) -> str | None:
         """How it ended; None if it is there. Does not wait."""
+        assert self.lines is not None, "only who has come is asked"
+        try:
+            while await_any([self], 0.0):
+                if (said := self.lines.read(0.0)) is None:
+                    return self.failed or "its process has ended; what it printed may say why"
+                self.failed = str(said.get("failed", "")) or self.failed
+        except TimeoutError:  # a part of a line has come
+            return None
+        except OSError as error:
+            return self.failed or f"the connection with it broke: {error}"
+        return None
 
-    def close(self) -> None:
-        """End its connections."""
+    def tell(self, within: float, **message: Any) -> None:
+        """Say something to a member. Raises OSError if it is gone, or does not hear it in so many seconds."""
+        assert self.lines is not None, "only who has come is told something"
+        self.lines.socket.settimeout(within)
+        self.lines.send(**message)
 
 
-AnyGuest = TypeVar("AnyGuest", bound=Guest)
+AnyMember = TypeVar("AnyMember", bound=Member)
 
 
-class WaitingWorkers(Generic[AnyGuest]):
-    """Those that wait. Any thread may add one; one thread fills ``places``.
+class WaitingWorkers(Generic[AnyMember]):
+    """Those that wait. Any thread may add one; one thread takes them for ``places``.
 
     ``dropped`` is called with each that has ended while it waited, when that is found.
     """
 
-    def __init__(self, places: WorkerPlaces, dropped: Callable[[AnyGuest], object] = lambda guest: None) -> None:
+    def __init__(self, places: WorkerPlaces, dropped: Callable[[AnyMember], object] = lambda guest: None) -> None:
         self.places, self._dropped = places, dropped
-        self._all: list[AnyGuest] = []
+        self._all: list[AnyMember] = []
         self._lock, self._changed = threading.Lock(), PollableEvent()
 
-    def add(self, guest: AnyGuest) -> None:
+    def add(self, guest: AnyMember) -> None:
         """One has come. When its place is known later, call `changed`."""
         with self._lock:
             self._all.append(guest)
             self._all.sort(key=lambda each: each.order)
         self.changed()
 
+    def __contains__(self, member: AnyMember) -> bool:
+        with self._lock:
+            return member in self._all
+
     def changed(self) -> None:
-        """Have `fill` look again."""
+        """End `await_change`."""
         self._changed.set()
 
-    def remove(self, guest: AnyGuest) -> bool:
+    def remove(self, guest: AnyMember) -> bool:
         """One waits no more. Returns False if it did not wait."""
         with self._lock:
             found = guest in self._all
@@ -157,14 +252,14 @@ class WaitingWorkers(Generic[AnyGuest]):
                 self._all.remove(guest)
             return found
 
-    def close(self) -> list[AnyGuest]:
+    def close(self) -> list[AnyMember]:
         """Nobody waits any more. Returns who did."""
         with self._lock:
             left, self._all = self._all, []
         self._changed.close()
         return left
 
-    def present(self) -> list[AnyGuest]:
+    def present(self) -> list[AnyMember]:
         """Those that wait and are there."""
         with self._lock:
             placed = [each for each in self._all if each.place]
@@ -174,52 +269,16 @@ class WaitingWorkers(Generic[AnyGuest]):
             self._dropped(each)
         return [each for each in placed if each not in gone]
 
-    def fill(
-        self,
-        workers: Iterable[int],
-        deadline: float,
-        waits: Callable[[Sequence[int], Sequence[AnyGuest], float], object],
-        takes: Callable[[int, AnyGuest], bool],
-        spares: int = 0,
-    ) -> dict[int, Address]:
-        """Have guests take these workers' places, when so many ``spares`` wait besides. Gives where the workers are.
+    def await_change(self, present: Iterable[AnyMember], seconds: float) -> None:
+        """Wait until another has come, or one of these is gone, or the time is up."""
+        await_any([self._changed, *present], seconds)
+        self._changed.clear()
 
-        ``waits`` is called before each wait, with the workers, those that are present and the seconds that are left. It raises
-        if none are left. ``takes`` has a guest be a worker; one that cannot is gone when it returns False.
-        """
-        places = list(workers)
-        open_places = list(places)
-        while open_places:
-            chosen = self._chosen(open_places, deadline, waits, spares)
-            self.places.of |= {worker: guest.place for worker, guest in chosen.items()}
-            try:
-                for worker, guest in list(chosen.items()):
-                    if takes(worker, guest):
-                        open_places.remove(worker)
-                    del chosen[worker]
-            except BaseException:  # Ctrl-C
-                for guest in chosen.values():
-                    guest.close()
-                    self._dropped(guest)
-                raise
-        return {worker: self.places.address(worker) for worker in places}
+    def take_best(self, workers: Sequence[int], present: Sequence[AnyMember]) -> dict[int, AnyMember]:
+        """The best of these members for each worker. They wait no more."""
+        return {worker: member for worker, member in self._best(workers, present).items() if self.remove(member)}
 
-    def _chosen(
-        self,
-        workers: Sequence[int],
-        deadline: float,
-        waits: Callable[[Sequence[int], Sequence[AnyGuest], float], object],
-        spares: int,
-    ) -> dict[int, AnyGuest]:
-        """The best guest for each worker, once there are enough."""
-        while len(present := self.present()) < len(workers) + spares:
-            left = deadline - time.monotonic()
-            waits(workers, present, left)
-            await_any([self._changed, *present], left)
-            self._changed.clear()
-        return {worker: guest for worker, guest in self._best(workers, present).items() if self.remove(guest)}
-
-    def _best(self, workers: Sequence[int], present: Sequence[AnyGuest]) -> dict[int, AnyGuest]:
+    def _best(self, workers: Sequence[int], present: Sequence[AnyMember]) -> dict[int, AnyMember]:
         """For each worker one of those that wait: on its own host if it had one, else host after host in their order."""
         hosts = list(dict.fromkeys(each.place["memory"] for each in present))
         left = sorted(present, key=lambda each: hosts.index(each.place["memory"]))
