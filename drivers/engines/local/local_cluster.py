@@ -210,11 +210,14 @@ class LocalEngine:
             return dict(self._died)
 
     def _packet(self) -> bytes:
-        """The next report; nothing if the fork server has ended."""
-        try:
-            return self.socket.recv(1 << 20)
-        except OSError:
-            return b""
+        """The next report; nothing if the fork server has ended.
+
+        If that had not read all requests, the system says so once, before it gives the reports.
+        """
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                return self.socket.recv(1 << 20)
+        return b""
 
     def close(self, lost: str | None = None) -> None:
         """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,13 +11,14 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.cluster import current_cluster
-from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.engines.local.local_cluster import LocalEngine, local_cluster
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.processes import (
     assert_no_more_shared_files,
@@ -260,6 +262,17 @@ def test_a_worker_that_cannot_start():
     assert time.monotonic() - began < 30
     with pytest.raises(ClusterError, match=r"fork server failed to start:(.|\n)*No module named 'nowhere'"):
         start(worker="nowhere:Worker")
+
+
+def test_what_the_fork_server_said_is_heard_where_it_ended_with_a_request_unread():
+    """The system tells of that before it gives what was said: "it ended with status 0" was all that the error knew."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.send(b"a request")
+    there.send(b"a report")
+    there.close()
+    with here:
+        engine = SimpleNamespace(socket=here)
+        assert [LocalEngine._packet(engine) for _ in range(2)] == [b"a report", b""]
 
 
 @pytest.mark.parametrize(
