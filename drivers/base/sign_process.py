@@ -1,7 +1,7 @@
 """A process beside a worker of another host: it answers what that worker does, also while the worker's Python may not run.
 
     worker ──── one more connection with the controller, handed to ───▶ its sign process
-    controller ──▶ sign process: what does it do?         only where the worker has left a ping unanswered
+    controller ──▶ sign process: what does it do?         with each ping, while the controller waits for the worker
     sign process ──▶ controller: what /proc says of the worker, and where its Python is
 
 The sign process ends with the connection, and with the worker. It imports no torch.

@@ -320,7 +320,8 @@ def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[T
 
 
 def made_unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
-    """The rows, where those that are alike in all inputs, as rows of padding are, have other numbers. None if none are alike.
+    """The rows, where those that are alike in all inputs, as rows of padding are, have other numbers. None if none are alike,
+    as far as some numbers of each show.
 
     Rows that are alike tie: whatever forward chooses by a threshold, it chooses all of them or none. Inputs are turned, so
     that other rows have the targets that count.
@@ -333,7 +334,7 @@ def made_unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
             [1, 2, 3]])
     """
     given = {
-        place: value.detach().reshape(len(value), -1)
+        place: _some_of_each(value)
         for place, value in rows.tensors()
         if place[0] != target and value.numel() and not value.is_complex()
     }
@@ -348,6 +349,12 @@ def made_unlike(rows: TriedRows, target: str | None) -> TriedRows | None:
         donor = max(firsts.values(), key=lambda row: len(value[row].unique()))
         puts[place] = Edit((), partial(_put_others, alike=alike if place in varied else (), donor=donor))
     return rows.edited(puts)
+
+
+def _some_of_each(value: torch.Tensor) -> torch.Tensor:
+    """Some numbers of each row."""
+    flat = value.detach().reshape(len(value), -1)
+    return flat[:, :: flat.shape[1] // _NUMBERS + 1].cpu()
 
 
 def _kinds_of_rows(value: torch.Tensor) -> list[int]:

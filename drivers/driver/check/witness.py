@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.base.free_memory import free_bytes
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, divided_leaves, map_divided
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.alike import alike
@@ -292,8 +293,10 @@ def rounded_otherwise(
     witness: Witness, division: Division, how: HowWitnessed, right: Numbers, turned: Callable[[], Numbers]
 ) -> Numbers:
     """The right numbers of an uncut step once more, with other rounding: in 64 bits. Where these are the bits already, or the
-    model does not take them, they are those with the rows ``turned``."""
-    if any(each.dtype in _FEWER for each in [*(each for _, each in witness.named_state()), *_inputs(division)]):
+    model does not take them or would not fit, they are those with the rows ``turned``."""
+    state = [each for _, each in witness.named_state()]
+    fits = sum(8 * each.numel() for each in state) < _PART * free_bytes(witness.device)
+    if fits and any(each.dtype in _FEWER for each in [*state, *_inputs(division)]):
         with suppress(Exception):
             wide = witness.step(division, replace(how, wide=torch.float64, watch=False)).numbers
             if all(_is_near(right[key], each) for key, each in wide.items() if key[0] in ("loss", "output")):
@@ -302,6 +305,7 @@ def rounded_otherwise(
 
 
 _FEWER = (*NARROW, torch.float32)
+_PART = 0.25  # of the free memory, for parameters of 64 bits
 _NEAR = 5e-2  # of the size: what is further away was not the same computation
 
 
