@@ -204,7 +204,7 @@ if os.environ["RANK"] == "3":  # the highest opens the doors
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
-with pippy.cluster(threads=1, timeout=10.0) as cluster:
+with pippy.cluster(threads=1, timeout=60.0) as cluster:
     pids = [address.pid for address in cluster.session.workers]
     print(f"{cluster.routes}\nready {' '.join(map(str, pids))}\n", end="", flush=True)
     sys.stdin.readline()
