@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from pippy import load_checkpoint
-from pippy.drivers.engines.threads import thread_cluster
 from pippy.errors import CheckpointError
 from tests.drivers.model.state.saved_runs import many
+from tests.drivers.thread_cluster import thread_cluster
 
 MANIFEST = "checkpoint.json"
 REFUSED, SAME, OLDER, OTHER = "refused", "the same was loaded", "an older one was loaded", "something else was loaded"

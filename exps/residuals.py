@@ -42,10 +42,10 @@ from exps.peers.hosts import Host, hosts
 from exps.peers.process import Child
 from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import PipelineDriver, cluster, pipeline
-from pippy.drivers.engines.threads import thread_cluster
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import Program, add_communication, make_schedule
 from pippy.drivers.report.record import RecordedStep
+from tests.drivers.thread_cluster import thread_cluster
 
 Make = Callable[[nn.Module, int, int, int], dict[str, Program]]
 SHAPES = ((4, 2), (4, 4), (2, 2), (2, 4))  # P, V

@@ -5,10 +5,10 @@
     hub/          members that come from outside, from any host; two kinds of them:
     ray/          actors of Ray
     joined/       processes that join from any shell
-    threads.py    threads of this process
 
 What workers send each other goes by the wire, of which an engine knows nothing but who may be connected with whom. All
-engines pass the tests of tests/drivers/engines/contract.py.
+engines pass the tests of tests/drivers/engines/contract.py. The shortest engine, for tests, has threads of this process:
+tests/drivers/thread_cluster.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exps import slices
-from pippy.drivers.engines.threads import thread_cluster
+from tests.drivers.thread_cluster import thread_cluster
 
 
 @pytest.mark.filterwarnings("ignore:the 2 stages are uneven")  # of so small a model

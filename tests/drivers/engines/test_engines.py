@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from pippy import local_cluster
-from pippy.drivers.engines import threads
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
+from tests.drivers.thread_cluster import ThreadEngine
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def by_threads():
-    engine = threads.ThreadEngine(["a", "b"], worker=scripted_worker.Worker)
+    engine = ThreadEngine(["a", "b"], worker=scripted_worker.Worker)
     return Cluster(engine.names, start(engine, 5.0, 60.0), engine)
 
 
@@ -45,6 +45,7 @@ from unittest.mock import patch
 from pippy import cluster
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
+from tests.drivers.thread_cluster import ThreadEngine
 
 with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
     workers = cluster(names=["a", "b"], **OPTIONS)
