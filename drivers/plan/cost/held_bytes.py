@@ -22,17 +22,17 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pippy.drivers.plan.language.edges import GradientSum, Pass
+from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
     Add,
     Compute,
     Instruction,
     MicrobatchValue,
     Op,
-    ReceiveGradients,
-    ReceiveSum,
+    Payload,
+    ReceiveExchanged,
     Reduce,
-    SendGradients,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program, computations_of, computes_until
 from pippy.drivers.plan.passes.communicate import add_communication
@@ -281,9 +281,7 @@ class _Walk:
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
         self.sums = {each.name: each for each in program.sums}
-        self.arrived: dict[str, int] = defaultdict(
-            int
-        )  # the bytes of others' gradients of each sum that wait to be added
+        self.arrived: dict[str, int] = defaultdict(int)  # the bytes of others' gradients that wait to be added, by sum
         self.computes_until = computes_until(self.order)
         self.computes = True
         self.parameters = sum(each.parameters for each in stages)
@@ -340,9 +338,8 @@ class _Walk:
 
     def _working(self, instruction: Instruction) -> int:
         """The most that an instruction needs at a time, above what is held when it begins."""
-        if isinstance(instruction, ReceiveGradients):
-            size = self.sizes.replicated.get(instruction.sum, 0)
-            return size * self._copies(self.sums[instruction.sum], instruction.source)
+        if isinstance(instruction, ReceiveExchanged) and instruction.payload == Payload.GRADIENTS:
+            return self._bytes_of_sum(instruction, instruction.source)
         if isinstance(instruction, Add):
             return self._size(instruction.into + _SUM, instruction.microbatch)
         if not isinstance(instruction, Compute):
@@ -496,16 +493,18 @@ class _Walk:
     def _add_up(self, instruction: Any) -> None:
         """What a part of a sum changes, of a replicated parameter. Those of the stages of replicas, which are in parts and one
         at a time beside the gradients, are left out."""
-        each, size = self.sums[instruction.sum], self.sizes.replicated.get(instruction.sum, 0)
-        if isinstance(instruction, SendGradients):
-            self.gradients -= size * self._copies(each, self.worker)
-        elif isinstance(instruction, ReceiveGradients):
-            if self.computes:  # else they are added at once
-                self.arrived[each.name] += size * self._copies(each, instruction.source)
-        elif isinstance(instruction, Reduce):  # the sum and its copies are in the place of this worker's gradients
-            self.arrived.pop(each.name, None)
-        elif isinstance(instruction, ReceiveSum):
-            self.gradients += size * self._copies(each, self.worker)
+        match instruction:
+            case SendExchanged(Payload.GRADIENTS):
+                self.gradients -= self._bytes_of_sum(instruction, self.worker)
+            case ReceiveExchanged(Payload.GRADIENTS):
+                if self.computes:  # else they are added at once
+                    self.arrived[instruction.of] += self._bytes_of_sum(instruction, instruction.source)
+            case Reduce():  # the sum and its copies are in the place of this worker's gradients
+                self.arrived.pop(instruction.of, None)
+            case ReceiveExchanged(Payload.SUM):
+                self.gradients += self._bytes_of_sum(instruction, self.worker)
 
-    def _copies(self, each: GradientSum, worker: int) -> int:
-        return sum(stage in self.program.stages_of(worker) for stage in each.stages)
+    def _bytes_of_sum(self, instruction: Any, worker: int) -> int:
+        """The bytes of the gradients that a worker has of a sum."""
+        copies = sum(stage in self.program.stages_of(worker) for stage in self.sums[instruction.of].stages)
+        return self.sizes.replicated.get(instruction.of, 0) * copies

@@ -116,6 +116,7 @@ class Program(Drawn):
     def _refuse_unclear_stages(self) -> None:
         named = [(name, stage) for name in ("backward", "notes") for stage in getattr(self, name)]
         named += [(f"edge {edge}", end.stage) for edge in self.edges or () for end in edge.ends]
+        named += [(f"checkpoint {checkpoint}", checkpoint.stage) for checkpoint in self.checkpoints]
         named += [(f"replicated {copies}", stage) for copies in self.replicated for stage in copies.stages]
         for where, stage in named:
             if not 0 <= stage < self.stages:
@@ -140,7 +141,7 @@ class Program(Drawn):
                 raise ArgumentError(f"checkpoint {checkpoint} must name at least one micro-batch, each once, in order")
         stages = [each.stage for each in self.checkpoints]
         if stages != sorted(set(stages)):
-            raise ArgumentError(f"checkpoints of stages {stages} must name each stage once, in order")
+            raise ArgumentError(f"checkpoint: {stages} must name each stage once, in order")
 
     def _refuse_unclear_names(self) -> None:
         values = [(f"edge {edge}", edge.value, NAME) for edge in self.edges or ()]

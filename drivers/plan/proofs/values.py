@@ -13,20 +13,21 @@ from pippy.drivers.plan.language.exchanges import notes_work, stages_with_gradie
 from pippy.drivers.plan.language.instructions import (
     Add,
     Compute,
-    Exchange,
     Free,
     Instruction,
+    InstructionKey,
     MicrobatchValue,
     Op,
+    Payload,
     Reduce,
-    SendGradients,
-    SendNotes,
-    SendSum,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 
 Due = dict[Instruction, int]  # each is not to come before the instruction with this index
+_SEND_GRADIENTS: InstructionKey = SendExchanged, Payload.GRADIENTS
+_SEND_SUM: InstructionKey = SendExchanged, Payload.SUM
 
 
 def check_exchanges(program: Program, worker: int, faults: Faults) -> None:
@@ -60,24 +61,24 @@ def due_of_sums(program: Program, worker: int) -> Due:
         for at, instruction in enumerate(work):
             before = max((places.get(other, -1) for other in work[:at]), default=-1)
             due[instruction] = max(
-                backward if isinstance(instruction, SendGradients | Reduce) else -1,
-                before if isinstance(instruction, Reduce | SendSum) else -1,
+                backward if instruction.key in (_SEND_GRADIENTS, Reduce) else -1,
+                before if instruction.key in (Reduce, _SEND_SUM) else -1,
             )
     return due
 
 
 def due_of_notes(program: Program, worker: int) -> Due:
     last = last_forward(program.orders[worker], program.noting(worker))
-    return {each: last if isinstance(each, SendNotes) else -1 for each in notes_work(program, worker)}
+    return {each: last if isinstance(each, SendExchanged) else -1 for each in notes_work(program, worker)}
 
 
 def why_stray(program: Program, instruction: Instruction) -> str:
     """Why an instruction of an exchange is none of this worker's."""
     if not instruction.kind.exchange.in_steps:  # type: ignore[union-attr]
         return "is in no step: workers do it in a program of its own"
-    if instruction.kind.exchange == Exchange.NOTES:
+    if instruction.kind.exchange == Payload.NOTES:
         return "these workers have no notes of batch norms to tell each other"
-    name = instruction.sum  # type: ignore[attr-defined]
+    name = instruction.of  # type: ignore[attr-defined]
     known = next((each for each in program.sums if each.name == name), None)
     return f"the program has no sum {name}" if known is None else f"does not belong to the sum of {known}"
 

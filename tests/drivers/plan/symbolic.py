@@ -13,15 +13,12 @@ from pippy.drivers.plan.language.instructions import (
     Free,
     Instruction,
     Op,
+    Payload,
     Receive,
-    ReceiveGradients,
-    ReceiveNotes,
-    ReceiveSum,
+    ReceiveExchanged,
     Reduce,
     Send,
-    SendGradients,
-    SendNotes,
-    SendSum,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program
 
@@ -103,24 +100,24 @@ class Machine:
                 if any(key not in store for key in keys):
                     raise Impossible(value)
                 store[into, chunk] = self.term("sum", *(store.pop(key) for key in keys))
-            case SendGradients(name, to):
+            case SendExchanged(Payload.GRADIENTS, to, name):
                 self.channels[worker, to].append((("gradients", name), self.own(worker, name)))
-            case ReceiveGradients(name, source):
+            case ReceiveExchanged(Payload.GRADIENTS, source, name):
                 self.arrived[worker, name] += self.pop(source, worker, ("gradients", name))
             case Reduce(name):
                 self.total(worker, name, sorted(self.own(worker, name) + self.arrived[worker, name]))
-            case SendSum(name, to):
+            case SendExchanged(Payload.SUM, to, name):
                 if (worker, name) not in self.totals:
                     raise Impossible(name)
                 self.channels[worker, to].append((("sum", name), self.totals[worker, name]))
-            case SendNotes(to):
+            case SendExchanged(Payload.NOTES, to):
                 noted = [
                     item for item in self.outputs.items() if item[0][0] == worker and item[0][1] in self.program.notes
                 ]
                 self.channels[worker, to].append(("notes", noted))
-            case ReceiveNotes(source):
+            case ReceiveExchanged(Payload.NOTES, source):
                 self.sums["notes", worker, tuple(sorted(self.pop(source, worker, "notes")))] += 1
-            case ReceiveSum(name, source):
+            case ReceiveExchanged(Payload.SUM, source, name):
                 self.total(worker, name, self.pop(source, worker, ("sum", name)))
 
     def pop(self, source: int, worker: int, key: Any) -> Any:

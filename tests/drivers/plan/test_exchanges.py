@@ -10,13 +10,10 @@ from pippy.drivers.plan.language.errors import ArgumentError, ParseError, Progra
 from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.instructions import (
     Compute,
-    ReceiveParameters,
-    ReceiveState,
+    Payload,
+    ReceiveExchanged,
     Reduce,
-    SendGradients,
-    SendParameters,
-    SendState,
-    SendSum,
+    SendExchanged,
     parse_instruction,
 )
 from pippy.drivers.plan.orders.registry import REGISTRY
@@ -59,10 +56,11 @@ def test_gradients_of_a_stage_leave_right_after_its_last_backward():
         for stage in lowered.stages_of(worker):
             last = max(at for at, each in enumerate(order) if isinstance(each, Compute) and each.stage == stage)
             twin = (worker + 2) % 4
-            left = order.index(SendGradients(f"stage {stage} part {twin // 2}", twin))
+            left = order.index(SendExchanged(Payload.GRADIENTS, twin, f"stage {stage} part {twin // 2}"))
             assert left > last and not any(isinstance(each, Compute) for each in order[last + 1 : left])
-            own = order.index(Reduce(f"stage {stage} part {worker // 2}"))
-            assert own > left and order[own + 1] == SendSum(f"stage {stage} part {worker // 2}", twin)
+            part = f"stage {stage} part {worker // 2}"
+            own = order.index(Reduce(part))
+            assert own > left and order[own + 1] == SendExchanged(Payload.SUM, twin, part)
     assert "reduce" not in str(add_communication(make_schedule("1f1b", workers=2, chunks=4)))
 
 
@@ -130,11 +128,11 @@ def test_the_text_of_notes():
     lowered = with_notes(stages=4, notes=(0, 2))
     text = str(lowered)
     assert "notes 0 2\ncommunication explicit" in text and parse_program(text) == lowered
-    with pytest.raises(ParseError, match="there is no stage 7 of 4"):
+    with pytest.raises(ParseError, match="line 11, column 7: notes: there is no stage 7"):
         parse_program(text.replace("notes 0 2", "notes 0 7"))
-    with pytest.raises(ParseError, match="write this line as 'notes 0 2'"):
+    with pytest.raises(ParseError, match=r"notes=\(2, 0\) must name each stage once, in order"):
         parse_program(text.replace("notes 0 2", "notes 2 0"))
-    with pytest.raises(ParseError, match="the program has one replica; leave this line out"):
+    with pytest.raises(ParseError, match=r"notes=\(0,\): there are no other replicas to tell; leave notes out"):
         parse_program(
             str(make_schedule("1f1b", workers=2, chunks=2)).replace("communication", "notes 0\ncommunication")
         )
@@ -199,7 +197,7 @@ def test_wrong_numbers():
     with pytest.raises(ArgumentError, match="replicas=0 must be a whole number of at least 1"):
         make_schedule("1f1b", workers=2, chunks=1, replicas=0)
     text = str(make_schedule("1f1b", workers=2, chunks=2, replicas=2))
-    with pytest.raises(ParseError, match="4 workers are no 3 replicas of a pipeline"):
+    with pytest.raises(ParseError, match="expected 2 stages on 4 workers in 3 replicas"):
         parse_program(text.replace("replicas 2", "replicas 3"))
 
 
@@ -209,10 +207,10 @@ def test_wrong_numbers():
 @pytest.mark.parametrize(
     ("text", "instruction"),
     [
-        ("send parameters of stage 2 part 0 to 3", SendParameters("stage 2 part 0", 3)),
-        ("receive parameters of emb.weight from 0", ReceiveParameters("emb.weight", 0)),
-        ("send state of worker 1 to 2", SendState(1, 2)),
-        ("receive state of worker 1 from 2", ReceiveState(1, 2)),
+        ("send parameters of stage 2 part 0 to 3", SendExchanged(Payload.PARAMETERS, 3, "stage 2 part 0")),
+        ("receive parameters of emb.weight from 0", ReceiveExchanged(Payload.PARAMETERS, 0, "emb.weight")),
+        ("send state of worker 1 to 2", SendExchanged(Payload.STATE, 2, 1)),
+        ("receive state of worker 1 from 2", ReceiveExchanged(Payload.STATE, 2, 1)),
     ],
 )
 def test_each_instruction_is_written_and_read(text, instruction):
@@ -221,7 +219,7 @@ def test_each_instruction_is_written_and_read(text, instruction):
 
 def states():
     """Three workers, each of which sends the copy of its state to the next."""
-    return exchange("states", [(SendState(each, (each + 1) % 3), ReceiveState(each, each)) for each in range(3)])
+    return exchange("states", Payload.STATE, [(each, each, (each + 1) % 3) for each in range(3)])
 
 
 def test_the_text():
@@ -231,8 +229,11 @@ def test_the_text():
         *("worker 1", "  send state of worker 1 to 2", "  receive state of worker 0 from 0"),
         *("worker 2", "  send state of worker 2 to 0", "  receive state of worker 1 from 1"),
     ]
-    assert [states().order_of(worker) for worker in (2, 3)] == [(SendState(2, 0), ReceiveState(1, 1)), ()]
-    assert str(exchange("states", [])) == "exchange states"
+    assert [states().order_of(worker) for worker in (2, 3)] == [
+        (SendExchanged(Payload.STATE, 0, 2), ReceiveExchanged(Payload.STATE, 1, 1)),
+        (),
+    ]
+    assert str(exchange("states", Payload.STATE, [])) == "exchange states"
 
 
 def test_a_parameter_is_passed_on_by_whoever_adds_up_its_gradients():

@@ -20,11 +20,12 @@ from pippy.drivers.plan.language.instructions import (
     Free,
     Instruction,
     Op,
+    Payload,
     Receive,
-    ReceiveNotes,
+    ReceiveExchanged,
     Reduce,
     Send,
-    SendNotes,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.placement import make_placement
 from pippy.drivers.plan.language.program import Program, peak_live
@@ -290,17 +291,15 @@ def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
             changes = [replace(free, value=value), replace(free, microbatch=chunk)]
         case Add() as add:
             changes = [replace(add, value=value), replace(add, microbatch=chunk), replace(add, into=value)]
-        case SendNotes():
-            changes = [SendNotes(worker), ReceiveNotes(worker)]
-        case ReceiveNotes():
-            changes = [ReceiveNotes(worker), SendNotes(worker)]
+        case SendExchanged(Payload.NOTES) | ReceiveExchanged(Payload.NOTES):
+            changes = [SendExchanged(Payload.NOTES, worker), ReceiveExchanged(Payload.NOTES, worker)]
         case old:
             assert old.kind.adds_up
             names = [each.name for each in program.sums]
             given: dict[str, Any] = {each.name: getattr(old, each.name) for each in fields(old)}  # type: ignore[arg-type]
-            moved = {**given, **{name: worker for name in given if name != "sum"}}
+            moved = {**given, **{name: worker for name in given if name not in ("of", "payload")}}
             changes = [Reduce(rng.choice(names)), type(old)(**moved)]
-            changes += [type(old)(**{**given, "sum": rng.choice([*names, "unknown"])})]
+            changes += [type(old)(**{**given, "of": rng.choice([*names, "unknown"])})]
     order[index] = rng.choice(changes)
 
 

@@ -185,9 +185,9 @@ TEXT = str(make_schedule("fill_drain", workers=2, chunks=5, checkpoint={0: "alwa
         ("checkpoint 0 0-4", "checkpoint 0 0-5", 17, "there is no micro-batch 5 of 5"),
         ("checkpoint 0 0-4", "checkpoint 0", 13, "expected a micro-batch number"),
         ("checkpoint 0 0-4", "checkpoint 0 0-1 2-4", 16, "write this line as 'checkpoint 0 0-4'"),
-        ("checkpoint 0 0-4", "checkpoint 0 3 1", 12, "name each micro-batch once, in order"),
-        ("checkpoint 0 0-4", "checkpoint 2 0-4", 12, "there is no stage 2 of 2"),
-        ("checkpoint 0 0-4", "checkpoint 1 0-4", 12, "name each stage once, in order"),
+        ("checkpoint 0 0-4", "checkpoint 0 3 1", 12, "must name at least one micro-batch, each once, in order"),
+        ("checkpoint 0 0-4", "checkpoint 2 0-4", 12, "there is no stage 2; the placement has stages 0 to 1"),
+        ("checkpoint 0 0-4", "checkpoint 1 0-4", 12, "[1, 1] must name each stage once, in order"),
         ("backward all", "backward 1", 12, "stage 0 has no backward"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_line_of_checkpoints_misspelt(old, new, column, message):
         ((Checkpoints(0, ()),), "must name at least one micro-batch"),
         ((Checkpoints(0, (1, 0)),), "each once, in order"),
         ((Checkpoints(0, (0, 2)),), "the program has micro-batches 0 to 1"),
-        ((Checkpoints(1, (0,)),), "stage 1 has no backward"),
+        ((Checkpoints(1, (0,)),), "there is no stage 1"),
         ((Checkpoints(0, (0,)), Checkpoints(0, (1,))), "must name each stage once"),
     ],
 )
@@ -333,7 +333,7 @@ def test_wrong_numbers_of_slices_are_refused():
     with pytest.raises(ArgumentError, match=r"chunks=1 for 2 replicas"):
         make_schedule("1f1b", workers=1, chunks=1, slices=4, replicas=2)
     text = str(make_schedule("1f1b", workers=1, chunks=2, slices=2))
-    with pytest.raises(ParseError, match="line 6, column 8: 4 chunks are no rows of 3 slices"):
+    with pytest.raises(ParseError, match="line 5, column 8: chunks=4 for 3 slices of each sequence"):
         parse_program(text.replace("slices 2", "slices 3"))
     with pytest.raises(ArgumentError, match="chunks=4 for 3 slices of each sequence"):
         program = parse_program(text)
