@@ -270,13 +270,6 @@ class _Walk:
         self.last_takers = self._last_takers()
         self.values = _Values()
         self.added: set[MicrobatchValue] = set()  # the values that are sums
-        self._computations = {
-            Op.FORWARD: self._forward,
-            Op.RECOMPUTE: self._recompute,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-        }
         self.kept = self.results = self.gradients = 0
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
@@ -344,22 +337,22 @@ class _Walk:
             return self._size(instruction.into + _SUM, instruction.microbatch)
         if not isinstance(instruction, Compute):
             return 0
-        stage, op, microbatch = self._of_stage(instruction), instruction.op, instruction.microbatch
-        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
+        sizes, op, microbatch = self._of_stage(instruction), instruction.op, instruction.microbatch
         if op == Op.FORWARD:
             arriving = self._arriving(instruction.stage, microbatch)
-            return stage.forward + sum(self._size(name, microbatch) for name in arriving)
+            return sizes.forward + sum(self._size(name, microbatch) for name in arriving)
         if op == Op.RECOMPUTE:
-            return stage.forward - stage.keys  # these are there since the first run
+            return sizes.forward - sizes.keys  # these are there since the first run
+        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
         if op == Op.BACKWARD:
-            return stage.first_backward if first else stage.backward
+            return sizes.first_backward if first else sizes.backward
         if op == Op.BACKWARD_INPUT:
-            return stage.first_input if first else stage.backward_input
-        return stage.first_weight if first else stage.backward_weight
+            return sizes.first_input if first else sizes.backward_input
+        return sizes.first_weight if first else sizes.backward_weight
 
     def _apply(self, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
-            self._computations[instruction.op](instruction)
+            self._compute(instruction)
             return
         kind = instruction.kind
         if kind.adds_up:
@@ -377,6 +370,19 @@ class _Walk:
 
     def _whole(self, key: MicrobatchValue) -> MicrobatchValue:
         return (key[0] + _SUM, key[1]) if key in self.added else key
+
+    def _compute(self, compute: Compute) -> None:
+        op = compute.op
+        if op == Op.FORWARD:
+            self._forward(compute)
+        elif op == Op.RECOMPUTE:
+            self._recompute(compute)
+        else:
+            if op != Op.BACKWARD_WEIGHT:
+                self._begin_backward(compute)
+            if op != Op.BACKWARD:
+                self._hold(compute, 1 if op == Op.BACKWARD_INPUT else -1)
+            self._add_gradients(compute.stage, whole=op != Op.BACKWARD_INPUT)
 
     def _forward(self, forward: Compute) -> None:
         stage, microbatch = forward.stage, forward.microbatch
@@ -430,19 +436,6 @@ class _Walk:
         self.kept += self._run_again(recompute) - self._of_stage(recompute).repeating
         self._hold_inputs(recompute, self._needed_inputs(recompute), 1)
         self._hold_inputs(recompute, self._inputs_of(recompute.stage), -1)
-
-    def _backward(self, backward: Compute) -> None:
-        self._begin_backward(backward)
-        self._add_gradients(backward.stage, whole=True)
-
-    def _backward_input(self, half: Compute) -> None:
-        self._begin_backward(half)
-        self._hold(half, 1)
-        self._add_gradients(half.stage, whole=False)
-
-    def _backward_weight(self, half: Compute) -> None:
-        self._hold(half, -1)
-        self._add_gradients(half.stage, whole=True)
 
     def _begin_backward(self, backward: Compute) -> None:
         self._drop_run(backward)
