@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from pippy.drivers.plan.language.edges import Checkpoints, Edge, Pass, Replicated, scan_edge
-from pippy.drivers.plan.language.instructions import parse_instruction
+from pippy.drivers.plan.language.instructions import Instruction, parse_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.language.scanner import Scanner
@@ -72,12 +72,31 @@ def build(
     hosts: tuple[int, ...] | None = None,
 ) -> Program:
     """A program; it is lowered if anything in it is no computation."""
-    parsed = tuple(
-        tuple(parse_instruction(text.strip()) for text in order.split(",") if text.strip())
-        for order in orders.split("|")
-    )
     lowered = any(word in orders for word in ("send", "receive", "free", "reduce"))
     if backward is None:
         backward = tuple(range(len(placement)))
     known = memory, edges, replicated, lowered, checkpoints
-    return Program("test", Placement(placement), chunks, parsed, backward, *known, hosts=hosts)
+    return Program("test", Placement(placement), chunks, instructions(orders), backward, *known, hosts=hosts)
+
+
+def instructions(orders: str) -> tuple[tuple[Instruction, ...], ...]:
+    """Those of each worker."""
+    return tuple(
+        tuple(parse_instruction(text.strip()) for text in order.split(",") if text.strip())
+        for order in orders.split("|")
+    )
+
+
+def marked(text: str) -> tuple[str, list[str]]:
+    """A program in one line, and its faults: behind an instruction and an arrow stands what is wrong with it.
+
+    >>> marked("F0.0 / B0.0 ← is computed twice | F1.0 / ← B1.0 is missing")
+    ('F0.0, B0.0 | F1.0', ['worker 0, B0.0: is computed twice', 'worker 1, at the end: B1.0 is missing'])
+    """
+    orders: list[str] = []
+    faults: list[str] = []
+    for worker, part in enumerate(text.split("|")):
+        marks = [[word.strip() for word in each.split("←")] for each in part.split("/")]
+        orders.append(", ".join(instruction for instruction, *_ in marks if instruction))
+        faults += [f"worker {worker}, {each or 'at the end'}: {wrong}" for each, *its in marks for wrong in its]
+    return " | ".join(orders), faults

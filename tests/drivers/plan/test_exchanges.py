@@ -20,6 +20,7 @@ from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.communicate import exchange
 from pippy.drivers.plan.proofs.validate import validate_exchange
 from pippy.drivers.protocol.state import GradientBucket, ReplicatedParameter
+from tests.drivers.plan.graphs import instructions, marked
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name != "list"])
@@ -84,9 +85,8 @@ def test_what_is_refused(change, fault):
 
 
 def test_a_stage_is_not_reduced_where_there_is_one_pipeline():
-    lowered = add_communication(make_schedule("1f1b", workers=1, chunks=1))
     with pytest.raises(ProgramError, match="the program has no sum stage 0 part 0"):
-        validate(lowered.with_orders([[*lowered.orders[0], Reduce("stage 0 part 0")]]))
+        validate(put(add_communication(make_schedule("1f1b", workers=1, chunks=1)), 0, "reduce stage 0 part 0"))
 
 
 def with_notes(stages=2, notes=(1,)):
@@ -255,54 +255,43 @@ def test_a_parameter_is_passed_on_by_whoever_adds_up_its_gradients():
     ]
 
 
+CIRCLE = (
+    "circular wait:\n"
+    "    worker 0 at receive state of worker 1 from 1 waits for worker 1 to do send state of worker 1 to 0\n"
+    "    worker 1 at receive state of worker 0 from 0 waits for worker 0 to do send state of worker 0 to 1"
+)
+
+
 @pytest.mark.parametrize(
-    ("orders", "faults"),
+    ("text", "whole"),
     [
+        ("send state of worker 0 to 1 ← is never received by worker 1 |", []),
+        ("send state of worker 0 to 5 ← is never received by worker 5 |", []),
         (
-            [["send state of worker 0 to 1"], []],
-            ["worker 0, send state of worker 0 to 1: is never received by worker 1"],
+            "send parameters of w to 1 ← is never received by worker 1 | "
+            "receive parameters of w from 1 ← is never sent by worker 1",
+            [],
         ),
         (
-            [["send state of worker 0 to 5"], []],
-            ["worker 0, send state of worker 0 to 5: is never received by worker 5"],
+            "send parameters of a to 1 / send parameters of b to 1 | receive parameters of b from 0 "
+            "← comes out of order: worker 0 sends parameters of a.0 first / receive parameters of a from 0",
+            [],
         ),
         (
-            [["send parameters of w to 1"], ["receive parameters of w from 1"]],
-            [
-                "worker 0, send parameters of w to 1: is never received by worker 1",
-                "worker 1, receive parameters of w from 1: is never sent by worker 1",
-            ],
-        ),
-        (
-            [
-                ["send parameters of a to 1", "send parameters of b to 1"],
-                ["receive parameters of b from 0", "receive parameters of a from 0"],
-            ],
-            ["worker 1, receive parameters of b from 0: comes out of order: worker 0 sends parameters of a.0 first"],
-        ),
-        (
-            [
-                ["receive state of worker 1 from 1", "send state of worker 0 to 1"],
-                ["receive state of worker 0 from 0", "send state of worker 1 to 0"],
-            ],
-            [
-                "circular wait:\n"
-                "    worker 0 at receive state of worker 1 from 1 waits for worker 1 to do send state of worker 1 to 0\n"
-                "    worker 1 at receive state of worker 0 from 0 waits for worker 0 to do send state of worker 0 to 1"
-            ],
+            "receive state of worker 1 from 1 / send state of worker 0 to 1 | "
+            "receive state of worker 0 from 0 / send state of worker 1 to 0",
+            [CIRCLE],
         ),
     ],
 )
-def test_what_is_refused_outside_of_steps(orders, faults):
-    program = ExchangeProgram("of a test", tuple(tuple(map(parse_instruction, order)) for order in orders))
+def test_what_is_refused_outside_of_steps(text, whole):
+    program = ExchangeProgram("of a test", instructions(marked(text)[0]))
     with pytest.raises(ProgramError, match="program of a test cannot run") as caught:
         validate_exchange(program)
-    assert list(caught.value.faults) == faults
+    assert list(caught.value.faults) == marked(text)[1] + whole
 
 
 @pytest.mark.parametrize("text", ["send parameters of stage 0 part 0 to 1", "receive state of worker 1 from 1"])
 def test_they_are_in_no_step(text):
-    program = add_communication(make_schedule("1f1b", workers=2, chunks=2))
-    order = (*program.orders[0], parse_instruction(text))
     with pytest.raises(ProgramError, match=f"worker 0, {text}: is in no step: workers do it in a program of its own"):
-        validate(replace(program, orders=(order, program.orders[1])))
+        validate(put(add_communication(make_schedule("1f1b", workers=2, chunks=2)), 0, text))
