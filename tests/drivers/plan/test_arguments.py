@@ -13,7 +13,6 @@ from pippy.drivers.plan import (
     simulate,
     validate,
 )
-from pippy.drivers.plan.language.edges import Replicated
 from pippy.drivers.plan.language.errors import (
     ArgumentError,
     PlacementError,
@@ -173,7 +172,6 @@ REFUSED: dict[type[ScheduleError], list[tuple[Any, ...]]] = {
                 (lambda given: register(given, one_by_one), 3, "name=3 is a int"),
             )
         ),
-        (lambda: program().for_graph(edges=(), replicated=(Replicated("w", ()),)), "no stage has a copy"),
     ],
     PlacementError: [
         (

@@ -6,7 +6,7 @@ import pytest
 
 from pippy.drivers.placement.placed_pipe import passing_on
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, render_text, simulate, validate
-from pippy.drivers.plan.language.errors import ArgumentError, ParseError, ProgramError
+from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.exchanges import ExchangeProgram
 from pippy.drivers.plan.language.instructions import (
     Compute,
@@ -124,22 +124,6 @@ def test_the_notes_of_all_stages_of_a_worker_are_one_message():
         assert sent > last and not any(isinstance(each, Compute) for each in order[last + 1 : sent])
 
 
-def test_the_text_of_notes():
-    lowered = with_notes(stages=4, notes=(0, 2))
-    text = str(lowered)
-    assert "notes 0 2\ncommunication explicit" in text and parse_program(text) == lowered
-    with pytest.raises(ParseError, match="line 11, column 7: notes: there is no stage 7"):
-        parse_program(text.replace("notes 0 2", "notes 0 7"))
-    with pytest.raises(ParseError, match=r"notes=\(2, 0\) must name each stage once, in order"):
-        parse_program(text.replace("notes 0 2", "notes 2 0"))
-    with pytest.raises(ParseError, match=r"notes=\(0,\): there are no other replicas to tell; leave notes out"):
-        parse_program(
-            str(make_schedule("1f1b", workers=2, chunks=2)).replace("communication", "notes 0\ncommunication")
-        )
-    with pytest.raises(ArgumentError, match=r"notes=\(1,\): there are no other replicas to tell"):
-        replace(make_schedule("1f1b", workers=2, chunks=2), notes=(1,))
-
-
 def moved(program, worker, text, before=None):
     """The program with an instruction of a worker before another one, or left out."""
     order, each = list(program.orders[worker]), parse_instruction(text)
@@ -196,9 +180,6 @@ def test_wrong_numbers():
         make_schedule("1f1b", workers=2, chunks=1, replicas=2)
     with pytest.raises(ArgumentError, match="replicas=0 must be a whole number of at least 1"):
         make_schedule("1f1b", workers=2, chunks=1, replicas=0)
-    text = str(make_schedule("1f1b", workers=2, chunks=2, replicas=2))
-    with pytest.raises(ParseError, match="expected 2 stages on 4 workers in 3 replicas"):
-        parse_program(text.replace("replicas 2", "replicas 3"))
 
 
 # Programs of what workers pass on outside of a step: their text, and what their proof finds.

@@ -19,7 +19,7 @@ from pippy.drivers.plan import (
     validate,
 )
 from pippy.drivers.plan.language.edges import Checkpoints
-from pippy.drivers.plan.language.errors import ArgumentError, ParseError, PlacementError, ProgramError
+from pippy.drivers.plan.language.errors import ArgumentError, PlacementError, ProgramError
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
@@ -176,44 +176,6 @@ def test_a_program_that_says_it_already_is_not_changed():
             add_recompute(program, "always")
 
 
-TEXT = str(make_schedule("fill_drain", workers=2, chunks=5, checkpoint={0: "always", 1: "except_last"}))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "column", "message"),
-    [
-        ("checkpoint 0 0-4", "checkpoint 0 0-5", 17, "there is no micro-batch 5 of 5"),
-        ("checkpoint 0 0-4", "checkpoint 0", 13, "expected a micro-batch number"),
-        ("checkpoint 0 0-4", "checkpoint 0 0-1 2-4", 16, "write this line as 'checkpoint 0 0-4'"),
-        ("checkpoint 0 0-4", "checkpoint 0 3 1", 12, "must name at least one micro-batch, each once, in order"),
-        ("checkpoint 0 0-4", "checkpoint 2 0-4", 12, "there is no stage 2; the placement has stages 0 to 1"),
-        ("checkpoint 0 0-4", "checkpoint 1 0-4", 12, "[1, 1] must name each stage once, in order"),
-        ("backward all", "backward 1", 12, "stage 0 has no backward"),
-    ],
-)
-def test_a_line_of_checkpoints_misspelt(old, new, column, message):
-    assert "checkpoint 0 0-4\ncheckpoint 1 0-3\n" in TEXT
-    with pytest.raises(ParseError) as caught:
-        parse_program(TEXT.replace(old, new, 1))
-    assert message in str(caught.value)
-    assert caught.value.column == column
-
-
-@pytest.mark.parametrize(
-    ("checkpoints", "message"),
-    [
-        ((Checkpoints(0, ()),), "must name at least one micro-batch"),
-        ((Checkpoints(0, (1, 0)),), "each once, in order"),
-        ((Checkpoints(0, (0, 2)),), "the program has micro-batches 0 to 1"),
-        ((Checkpoints(1, (0,)),), "there is no stage 1"),
-        ((Checkpoints(0, (0,)), Checkpoints(0, (1,))), "must name each stage once"),
-    ],
-)
-def test_checkpoints_that_mean_nothing_are_refused(checkpoints, message):
-    with pytest.raises(ArgumentError, match=message):
-        build("F0.0, F0.1, R0.0, B0.0, B0.1", (0,), chunks=2, checkpoints=checkpoints)
-
-
 # Slices of sequences as micro-batches: the order of every schedule, what must hold for it, and how it is written.
 
 
@@ -332,9 +294,3 @@ def test_wrong_numbers_of_slices_are_refused():
         make_schedule("1f1b", workers=1, chunks=2, slices=0)
     with pytest.raises(ArgumentError, match=r"chunks=1 for 2 replicas"):
         make_schedule("1f1b", workers=1, chunks=1, slices=4, replicas=2)
-    text = str(make_schedule("1f1b", workers=1, chunks=2, slices=2))
-    with pytest.raises(ParseError, match="line 5, column 8: chunks=4 for 3 slices of each sequence"):
-        parse_program(text.replace("slices 2", "slices 3"))
-    with pytest.raises(ArgumentError, match="chunks=4 for 3 slices of each sequence"):
-        program = parse_program(text)
-        Program(program.schedule, program.placement, 4, program.orders, program.backward, slices=3)
