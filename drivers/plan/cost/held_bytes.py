@@ -258,12 +258,10 @@ class _Walk:
         self.order = program.orders[worker]
         self.own = program.stages_of(worker)
         self.share = len(program.shares[worker // program.placement.workers])
-        self.takes: dict[Pass, list[str]] = defaultdict(list)
-        self.gives: dict[Pass, list[str]] = defaultdict(list)
-        for edge in program.flow:
-            self.gives[edge.source].append(edge.value)
-            for target in edge.targets:
-                self.takes[target].append(edge.value)
+        self.takes, self.gives = (
+            defaultdict(list, {done: [edge.value for edge in edges] for done, edges in by_pass.items()})
+            for by_pass in (program.takes, program.gives)
+        )
         here = {edge.value for edge in program.flow if edge.source.stage in self.own}
         self.free_of_charge, self.copied = sizes.owned & here, sizes.copied & here
         self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}

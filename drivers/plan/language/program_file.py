@@ -3,16 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pippy.drivers.plan.language.edges import scan_checkpoints, scan_edge, scan_replicated
 from pippy.drivers.plan.language.errors import ArgumentError, ParseError, require
 from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import CONTINUES, INDENT, TITLE, Program
-from pippy.drivers.plan.language.scanner import NAME, SCHEDULE, Scanner
-
-Scanned = TypeVar("Scanned")
+from pippy.drivers.plan.language.scanner import NAME, SCHEDULE, Scanned, Scanner
 
 
 def load_program(path: str | Path) -> Program:
@@ -87,7 +85,7 @@ class ProgramParser:
         given["checkpoints"] = self.all("checkpoint ", lambda scanner: scan_checkpoints(scanner, chunks))
         edges = self.all("edge ", scan_edge)
         given["edges"] = edges or self.line("edges ", one_of({"chain": None, "none": ()}))
-        given["added"] = self.all("added ", scan_names)
+        given["added"] = self.all("added ", lambda each: each.several(lambda: each.take(NAME, "the name of a value")))
         given["replicated"] = self.all("replicated ", scan_replicated)
         given["notes"] = next(iter(self.all("notes ", numbers("a stage number"))), ())
         given["continues"] = bool(self.all(CONTINUES, lambda _: True))
@@ -171,11 +169,3 @@ def one_of(words: Mapping[str, Any], what: str = "") -> Callable[[Scanner], Any]
         return scanner.numbers(what)
 
     return scan
-
-
-def scan_names(scanner: Scanner) -> tuple[str, ...]:
-    """Reads names of values."""
-    names = [scanner.take(NAME, "the name of a value")]
-    while scanner.accept(" "):
-        names.append(scanner.take(NAME, "the name of a value"))
-    return tuple(names)

@@ -4,11 +4,14 @@ The exact text of a kind of instruction is written once, as a `Form`: it prints 
 """
 
 import re
+from collections.abc import Callable
 from operator import attrgetter
 from string import Formatter
+from typing import TypeVar
 
 from pippy.drivers.plan.language.errors import ParseError
 
+Scanned = TypeVar("Scanned")
 NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # nothing here is counted in billions
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 SCHEDULE = re.compile(r"[!-~]+( [!-~]+)*")
@@ -46,11 +49,15 @@ class Scanner:
     def number(self, what: str) -> int:
         return int(self.take(NUMBER, what))
 
-    def numbers(self, what: str) -> tuple[int, ...]:
-        found = [self.number(what)]
+    def several(self, scan: Callable[[], Scanned]) -> tuple[Scanned, ...]:
+        """One thing or more, with a space between two."""
+        found = [scan()]
         while self.accept(" "):
-            found.append(self.number(what))
+            found.append(scan())
         return tuple(found)
+
+    def numbers(self, what: str) -> tuple[int, ...]:
+        return self.several(lambda: self.number(what))
 
     def accept(self, text: str) -> bool:
         if not self.text.startswith(text, self.position):

@@ -65,9 +65,8 @@ from pippy.drivers.plan.proofs.computations import check_computations
 from pippy.drivers.plan.proofs.faults import Faults
 from pippy.drivers.plan.proofs.validate import validate_exchange
 from pippy.drivers.plan.proofs.values import last_backward, last_forward
-from pippy.drivers.plan.proofs.waits import DryRun, Location, Waits, production
+from pippy.drivers.plan.proofs.waits import DryRun, Location, Places, implied_waits, production
 
-Places = Mapping[tuple[Pass, int], Location]  # where a pass of a micro-batch is computed, or waits for what it takes
 Senders = dict[int, int]  # who sends a value to each worker that needs it
 Sizes = Mapping[str, float]  # the bytes of values
 
@@ -131,20 +130,15 @@ def _leaves_often(program: Program, edge: Edge) -> bool:
 
 def _begins(program: Program, made: Places, needed: Places) -> dict[Location, int]:
     """When each computation begins if each takes one unit of time; nothing if some never do."""
-    waits: dict[Location, list[Location]] = defaultdict(list)
-    for edge in program.flow:
-        for target in () if edge.goes_on else edge.targets:
-            for chunk in range(program.chunks):
-                waits[needed[target, chunk]].append(made[edge.source, chunk])
-    all_waits: Waits = {location: tuple(sources) for location, sources in waits.items()}
-    run = DryRun(program, all_waits)
+    waits = implied_waits(program, made, needed)
+    run = DryRun(program, waits)
     if run.stuck():
         return {}
     found: dict[Location, int] = {}
     for worker, first, end in run.stretches:
         for index in range(first, end):
             before = [(worker, index - 1)] if index else []
-            ended = [found[location] + 1 for location in (*before, *all_waits.get((worker, index), ()))]
+            ended = [found[location] + 1 for location in (*before, *waits.get((worker, index), ()))]
             found[worker, index] = max(ended, default=0)
     return found
 
@@ -251,9 +245,8 @@ def add_communication(program: Program, early_recompute: bool = True, sizes: Siz
     return replace(program, orders=tuple(communication.orders()), lowered=True)
 
 
-Transfer = tuple[
-    int, int, Instruction, int
-]  # when it is sent, the rank of that, how it is received, and when it is needed
+# When it is sent, the rank of that, how it is received, and when it is needed.
+Transfer = tuple[int, int, Instruction, int]
 
 # The order of what belongs to the same computation.
 RECEIVE, HAND_ON, COMPUTE, ADD, SEND, FREE, EXCHANGE = range(7)
@@ -271,12 +264,9 @@ class Communication:
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        edges: dict[Pass, list[Edge]] = defaultdict(list)
-        for edge in program.flow:
-            edges[edge.source].append(edge)
         for worker, order in enumerate(program.computations):
             self.due[worker] += [(index, COMPUTE, compute) for index, compute in enumerate(order)]
-            self.add_transfers(worker, order, edges)
+            self.add_transfers(worker, order)
 
         self.add_sums()
         self.add_notes()
@@ -288,12 +278,12 @@ class Communication:
             due.sort(key=itemgetter(0, 1))
             yield tuple(instruction for _, _, instruction in due)
 
-    def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
+    def add_transfers(self, worker: int, order: Iterable[Compute]) -> None:
         """Send and free what this worker makes."""
         first = worker - worker % self.program.placement.workers  # the first worker of its replica
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
-            for edge in edges.get(done, ()) if done else ():
+            for edge in self.program.gives.get(done, ()) if done else ():
                 if edge.goes_on:
                     self.add_to_next_run(worker, index, edge, chunk)
                     continue

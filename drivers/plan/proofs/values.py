@@ -5,10 +5,10 @@ A worker that has received a value may hand it on to another that needs it, befo
 What workers exchange beside the edges of a program: each does its part once, when what it gives is there.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable
 
-from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
+from pippy.drivers.plan.language.edges import Edge, produced_by
 from pippy.drivers.plan.language.exchanges import notes_work, stages_with_gradients, sum_work
 from pippy.drivers.plan.language.instructions import (
     Add,
@@ -134,15 +134,9 @@ class WorkerValues:
         self.held: set[MicrobatchValue] = set()
         self.gone: set[MicrobatchValue] = set()
         self.first_use: dict[MicrobatchValue, Compute] = {}
-        self.made: dict[Pass, list[str]] = defaultdict(list)
-        self.used: dict[Pass, list[str]] = defaultdict(list)
         self.left: set[MicrobatchValue] = set()  # what this worker keeps for its own next run
         self.unsent: Counter[tuple[MicrobatchValue, int]] = Counter()  # what it has to send to the next run of others
         for edge in program.flow:
-            self.made[edge.source].append(edge.value)
-            taken = edge.value not in program.sum_of and (program.continues or not edge.goes_on)
-            for target in edge.targets if taken else ():
-                self.used[target].append(edge.value)
             if edge.goes_on and self.ends[edge.value][0] == worker:
                 values = [(edge.value, chunk) for chunk in range(program.chunks)]
                 self.unsent.update((value, to) for value in values for to in self.ends[edge.value][1])
@@ -201,12 +195,16 @@ class WorkerValues:
         done = produced_by(compute)
         if done is None:
             return []
-        used = [(value, compute.microbatch) for value in self.used.get(done, ())]
+        used = [(edge.value, compute.microbatch) for edge in self.program.takes.get(done, ()) if self.is_used(edge)]
         problems = [problem for held in used for problem in (*self.absent(held), *self.not_whole(held))]
         for held in used:
             self.first_use.setdefault(held, compute)
-        self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
+        self.held.update((edge.value, compute.microbatch) for edge in self.program.gives.get(done, ()))
         return problems
+
+    def is_used(self, edge: Edge) -> bool:
+        """Whether passes take the value itself: of gradients, the sum; and what goes on, in the next run."""
+        return edge.value not in self.program.sum_of and (self.program.continues or not edge.goes_on)
 
     def absent(self, held: MicrobatchValue) -> list[str]:
         if held in self.held:
