@@ -17,17 +17,14 @@ from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes, held_bytes
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.instructions import Add, Send
-from tests.comparisons import assert_loss
+from tests.comparisons import assert_gradients, assert_loss
 from tests.drivers.plan.graphs import build, edges
-from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 
-@pytest.fixture(scope="module")
-def threads():
-    with thread_cluster(4) as cluster:
-        yield cluster
+def assert_same_bits(one, other):
+    assert all(gradient is other[name] is None or torch.equal(gradient, other[name]) for name, gradient in one.items())
 
 
 def lowered(workers, per_worker, chunks=None, name="interleaved_1f1b", pipe=None, **options):
@@ -210,19 +207,15 @@ def test_a_step_is_that_of_plain_pytorch_and_its_bits_repeat(threads, schedule, 
     pipe = pipeline(model, nn.MSELoss())
     size = workers * options.get("replicas", 1)
     driver = PipelineDriver(pipe, threads, schedule=schedule, world_size=size, check=False, **options)
-    found = []
-    for _ in range(2):
-        driver.zero_grad()
-        loss = driver.run(4, x, target)
-        found.append(driver.gradients())
+    loss = driver.run(4, x, target)
     assert any(isinstance(each, Add) for order in driver.program(4).orders for each in order) == (per_worker > 1)
-    driver.close()
     assert_loss(loss, nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=0)
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[0][name], parameter.grad, rtol=1e-10, atol=1e-14)
-        assert (found[0][name] is None) == (parameter.grad is None)
-        assert parameter.grad is None or torch.equal(found[0][name], found[1][name])
+    assert_gradients(driver, plain, rtol=1e-10, atol=1e-14)
+    found = driver.gradients()
+    driver.zero_grad()
+    driver.run(4, x, target)
+    assert_same_bits(found, driver.gradients())
+    driver.close()
 
 
 def test_the_schedule_changes_no_bit(threads):
@@ -239,8 +232,8 @@ def test_the_schedule_changes_no_bit(threads):
         driver.run(4, x, target)
         found.append(driver.gradients())
         driver.close()
-    for name, gradient in found[0].items():
-        assert all(gradient is None or torch.equal(each[name], gradient) for each in found[1:])
+    for each in found[1:]:
+        assert_same_bits(found[0], each)
 
 
 class SomeWithout(nn.Module):
@@ -267,13 +260,9 @@ def test_readers_without_a_gradient_add_nothing(threads, both):
     pipe = pipeline(model, nn.MSELoss())
     driver = PipelineDriver(pipe, threads, schedule="interleaved_1f1b", world_size=2, check=False)
     driver.run(2, x, target)
-    found = driver.gradients()
-    driver.close()
     nn.functional.mse_loss(plain(x), target).backward()
-    for name, parameter in plain.named_parameters():
-        assert (found[name] is None) == (parameter.grad is None)
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-14)
+    assert_gradients(driver, plain, rtol=1e-10, atol=1e-14)
+    driver.close()
 
 
 # Programs that were saved
