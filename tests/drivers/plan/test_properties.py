@@ -19,8 +19,7 @@ from pippy.drivers.plan.language.placement import make_placement
 from pippy.drivers.plan.language.program import Program, peak_live
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.rewrites import Checkpoint
-from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
-from tests.drivers.plan.symbolic import outcome
+from tests.drivers.plan.graphs import on_random_hosts, outcome, with_random_graph
 
 NAMED = [name for name in REGISTRY if name != "list"]
 cost = st.floats(0, 8, allow_nan=False).map(lambda number: round(number * 4) / 4)  # sums of quarters are exact
