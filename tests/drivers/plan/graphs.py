@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
-from pippy.drivers.plan.language.edges import Checkpoints, Edge, Pass, Replicated, scan_edge
+from pippy.drivers.plan.language.edges import Edge, Pass, Replicated, scan_edge
 from pippy.drivers.plan.language.instructions import (
     Add,
     Compute,
@@ -75,23 +75,11 @@ def edges(*texts: str) -> tuple[Edge, ...]:
     return tuple(scan_edge(Scanner(text)) for text in texts)
 
 
-def build(
-    orders: str,
-    placement: tuple[int, ...],
-    chunks: int = 1,
-    backward: tuple[int, ...] | None = None,
-    memory: tuple[int, ...] | None = None,
-    edges: tuple[Edge, ...] | None = None,
-    replicated: tuple[Replicated, ...] = (),
-    checkpoints: tuple[Checkpoints, ...] = (),
-    hosts: tuple[int, ...] | None = None,
-) -> Program:
+def build(orders: str, placement: tuple[int, ...], chunks: int = 1, **known: Any) -> Program:
     """A program; it is lowered if anything in it is no computation."""
-    lowered = any(word in orders for word in ("send", "receive", "free", "reduce"))
-    if backward is None:
-        backward = tuple(range(len(placement)))
-    known = memory, edges, replicated, lowered, checkpoints
-    return Program("test", Placement(placement), chunks, instructions(orders), backward, *known, hosts=hosts)
+    known = {"backward": tuple(range(len(placement))), **known}
+    known["lowered"] = any(word in orders for word in ("send", "receive", "free", "reduce"))
+    return Program("test", Placement(placement), chunks, instructions(orders), **known)
 
 
 def instructions(orders: str) -> tuple[tuple[Instruction, ...], ...]:

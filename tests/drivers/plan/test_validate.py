@@ -6,7 +6,7 @@ import networkx
 import pytest
 
 from pippy.drivers.plan import add_communication, make_schedule, simulate, validate
-from pippy.drivers.plan.language.edges import Replicated
+from pippy.drivers.plan.language.edges import Checkpoints, Replicated
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
@@ -94,12 +94,35 @@ ADDED_UP = [  # gradients of two copies
     f"{BEGUN} / {THERE} / reduce other ← the program has no sum other | {OTHER}",
     f"{BEGUN} / {THERE} | {OTHER} / reduce emb.weight ← does not belong to the sum of emb.weight on worker 0",
 ]
+KEPT = "the forward kept its inputs only"
+AGAIN = [  # forwards of two micro-batches run again
+    f"F0.0 / F0.1 / B0.0 ← comes before R0.0: {KEPT} / R0.1 / B0.1 / ← R0.0 is missing",
+    "F0.0 / F0.1 / R0.0 / R0.0 ← is computed twice / B0.0 / R0.1 / B0.1",
+    f"F0.0 / F0.1 / B0.0 ← comes before R0.0: {KEPT} / R0.0 ← is computed in B0.0 already / R0.1 / B0.1",
+    "F0.0 / R0.1 ← comes before F0.1 / F0.1 / R0.0 / B0.0 / B0.1",
+    "F0.0 / F0.1 / R0.0 / B0.0 / R0.1 / I0.1 / R0.1 ← is computed twice ← is computed in I0.1 already / W0.1",
+]
+READ = "whose keys and values it reads: slices of a sequence go forward in order"
+GIVES = "which gives gradients of its keys and values: slices of a sequence go backward from the last to the first"
+SLICES = [  # two rows of two slices
+    "F0.0 / F0.1 / F0.2 / F0.3 / B0.1 / B0.0 / B0.3 / B0.2",
+    "F0.0 / F0.2 / F0.1 / F0.3 / B0.1 / B0.0 / B0.3 / B0.2",
+    f"F0.1 ← comes before F0.0, {READ} / F0.0 / F0.2 / F0.3 / B0.1 / B0.0 / B0.3 / B0.2",
+    f"F0.0 / F0.1 / F0.2 / F0.3 / B0.1 / B0.0 / B0.2 ← comes before B0.3, {GIVES} / B0.3",
+    f"F0.0 / F0.1 / F0.2 / F0.3 / I0.0 ← comes before I0.1, {GIVES} / W0.0 / I0.1 / W0.1 / B0.3 / B0.2",
+]
 ONE_WAY = {"backward": (), "edges": edges("x F0 -> F1")}
 MARKED = [
     *((text, {}) for text in COMPUTED),
     *((text, ONE_WAY) for text in SENT),
     *((text, {"backward": (), "edges": TO_BOTH}) for text in HANDED_ON),
     *((text, SUM) for text in ADDED_UP),
+    *((text, {"chunks": 2, "checkpoints": (Checkpoints(0, (0, 1)),)}) for text in AGAIN),
+    *((text, {"chunks": 4, "slices": 2}) for text in SLICES),
+    (
+        "F0.0 / F0.1 / R0.0 / B0.0 / R0.1 ← has nothing to compute again: F0.1 keeps what the backward needs / B0.1",
+        {"chunks": 2, "checkpoints": (Checkpoints(0, (0,)),)},
+    ),
 ]
 
 
