@@ -37,13 +37,7 @@ from pippy.drivers.report.record import Recording
 from pippy.drivers.report.step_data import measured_costs
 from pippy.ir.base.readable import brief
 
-
-@dataclass(frozen=True)
-class MeasuredPrograms:
-    """A program with whole backwards, and one with halves."""
-
-    whole: Program
-    halves: Program
+MeasuredPrograms = Mapping[str, Program]  # with whole backwards and with halves, as `MEASURED_STEPS` calls them
 
 
 def programs_that_fit(choice: Choice) -> MeasuredPrograms:
@@ -52,9 +46,9 @@ def programs_that_fit(choice: Choice) -> MeasuredPrograms:
     for each in without_halves:
         halves = in_halves(each.program)
         if not choice.problem.refusal(Candidate(halves, each.micro_batch)):
-            return MeasuredPrograms(each.program, halves)
+            return {"whole": each.program, "halves": halves}
     program = (without_halves or choice.candidates)[0].program
-    return MeasuredPrograms(program, program)
+    return {"whole": program, "halves": program}
 
 
 def programs_within(problem: Problem) -> MeasuredPrograms:
@@ -70,7 +64,7 @@ def programs_within(problem: Problem) -> MeasuredPrograms:
             memory=live_counts(problem.limits, placement, program.chunks),
             halves=False,
         )
-    return MeasuredPrograms(program, in_halves(program))
+    return {"whole": program, "halves": in_halves(program)}
 
 
 @dataclass(frozen=True)
@@ -117,8 +111,7 @@ class Measurements:
             purpose, program = CHOSEN, self.choice.program
         else:
             assert self.programs is not None
-            purpose = self._purpose
-            program = self.programs.halves if purpose.program == "halves" else self.programs.whole
+            purpose, program = self._purpose, self.programs[self._purpose.program]
         name = f"{purpose.program} {self.version}" if self.version else purpose.program
         return replace(purpose, program=name), program
 

@@ -30,6 +30,7 @@ from pippy.drivers.plan.cost.held_bytes import PipeBytes
 from pippy.drivers.plan.cost.simulate import Costs
 from pippy.drivers.plan.language.errors import ScheduleError
 from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.plan.search import live_limits
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.ir.base.errors import GuardError, PippyError
 from pippy.ir.base.names import stage_index
@@ -159,35 +160,20 @@ class GivenLimits:
         return limits_of(self.bytes, placement.workers, self.option)
 
     def of_live(self, placement: Placement) -> tuple[int, ...]:
-        """The most stage-micro-batches of each worker."""
-        if isinstance(self.live, int):
-            return (self.live,) * placement.workers
-        if len(self.live) != placement.workers:
-            raise DriverError(
-                f"max_live={brief(self.live)} has {len(self.live)} limits for {placement.workers} workers; give one, or one "
-                "each"
-            )
-        return tuple(self.live)
+        """The most stage-micro-batches of each worker. Raises unless there is room for one in each stage."""
+        try:
+            return tuple(live_limits(placement, 1, self.live, "max_live="))
+        except ScheduleError as error:
+            raise DriverError(str(error)) from error
 
     def on(self, placement: Placement) -> tuple[Limit, ...]:
-        """The limits of the workers of a placement."""
+        """The limits of the workers of a placement. Raises if they are for others, or leave no room for a micro-batch."""
         limits: list[Limit] = []
         if self.live is not None:
             limits.append(LiveLimit(self.of_live(placement)))
         if self.bytes is not None:
             limits.append(MemoryLimit(self.of_bytes(placement)))
         return tuple(limits)
-
-    def check(self, placement: Placement) -> None:
-        """Raise unless the limits are for these workers, and leave room for one micro-batch in each stage."""
-        for limit in self.on(placement):
-            for worker, most in enumerate(limit.most if isinstance(limit, LiveLimit) else ()):
-                least = len(placement.stages_of(worker))
-                if most < least:
-                    raise DriverError(
-                        f"max_live={brief(self.live)} leaves worker {worker} no room for one micro-batch in each of its "
-                        f"stages; give it at least {least}"
-                    )
 
     def limited(self, sizes: PipeBytes) -> PipeBytes:
         """Of the bytes that were counted, those that are limited."""
@@ -214,7 +200,7 @@ class GivenLimits:
                 raise DriverError(f"{error}\nraise max_live") from error
         choice = search(problem, thorough=measured, measured=measured)
         if not choice.candidates:
-            raise DriverError(unfit(choice, repr(self.bytes), more_chunks, self.option).message)
+            raise DriverError(unfit(choice, repr(self.bytes), more_chunks, self.option))
         return choice
 
 
@@ -304,16 +290,12 @@ def costs_by_rows(rows: int, known: Mapping[int, Costs], chunks: int) -> Costs:
         row = max(0.0, (more - less) / (large - small))
         return max(0.0, less + row * (here - small)) if row else min(more, less)
 
-    def each(name: str) -> Any:
-        one, other = getattr(most, name), getattr(least, name)
+    def of_both(one: Any, other: Any) -> Any:
+        if one is None:
+            return None
         if isinstance(one, Mapping):
             return {key: at(one[key], other[key]) for key in one}
-        return (
-            None
-            if one is None
-            else [at(*pair) for pair in zip(one, other)]
-            if isinstance(one, Sequence)
-            else at(one, other)
-        )
+        return [at(*pair) for pair in zip(one, other)] if isinstance(one, Sequence) else at(one, other)
 
-    return Costs(**{field.name: each(field.name) for field in fields(Costs) if field.name != "bandwidth"})
+    names = [field.name for field in fields(Costs) if field.name != "bandwidth"]
+    return Costs(**{name: of_both(getattr(most, name), getattr(least, name)) for name in names})

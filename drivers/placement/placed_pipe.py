@@ -13,7 +13,7 @@ from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.plan.language.exchanges import ExchangeProgram
-from pippy.drivers.plan.language.instructions import NOTES, ReceiveParameters, SendParameters
+from pippy.drivers.plan.language.instructions import NOTES, Payload
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import Program, computations_of
 from pippy.drivers.plan.passes.communicate import exchange
@@ -102,9 +102,7 @@ def passing_on(buckets: Iterable[GradientBucket], names: Container[str]) -> Exch
     """
     own = [bucket for bucket in buckets if any(each.name in names for each in bucket.parameters)]
     moved = dict.fromkeys((each.sum, each.owner, to) for each in own for to in each.workers if to != each.owner)
-    return exchange(
-        "parameters", ((SendParameters(sum, to), ReceiveParameters(sum, owner)) for sum, owner, to in moved)
-    )
+    return exchange("parameters", Payload.PARAMETERS, moved)
 
 
 class PlacedPipe:

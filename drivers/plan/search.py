@@ -256,7 +256,7 @@ def list_schedule(
         edges=None if edges is None else tuple(edges),
         added=tuple(added),
     )
-    limits = memory_limits(placement, chunks, memory)
+    limits = live_limits(placement, chunks, memory, "memory=")
     problems = [
         SearchProblem(program, costs or Costs(), limits, form) for form in ((True, False) if halves else (False,))
     ]
@@ -274,20 +274,24 @@ def list_schedule(
     return WorkerOrders(best, limits)
 
 
-def memory_limits(placement: Placement, chunks: int, memory: int | Sequence[int] | None) -> list[int]:
-    workers = range(placement.workers)
-    if memory is None:
-        return [chunks * len(placement.stages_of(worker)) for worker in workers]
-    limits = list(memory) if isinstance(memory, Sequence) else [memory] * len(workers)
-    if len(limits) != len(workers):
+def live_limits(placement: Placement, chunks: int, given: int | Sequence[int] | None, name: str) -> list[int]:
+    """The most stage-micro-batches of each worker: one number for all, one for each, or all there are.
+
+    >>> live_limits(Placement((0, 1)), 4, [1, 2], "memory="), live_limits(Placement((0, 1)), 4, None, "memory=")
+    ([1, 2], [4, 4])
+    """
+    leasts = [len(placement.stages_of(worker)) for worker in range(placement.workers)]
+    if given is None:
+        return [chunks * least for least in leasts]
+    limits = list(given) if isinstance(given, Sequence) else [given] * len(leasts)
+    if len(limits) != len(leasts):
         raise ArgumentError(
-            f"memory={memory} has {len(limits)} limits for {len(workers)} workers; give one, or one each"
+            f"{name}{beginning(given)} has {len(limits)} limits for {len(leasts)} workers; give one, or one each"
         )
-    for worker, limit in enumerate(limits):
-        least = len(placement.stages_of(worker))
+    for worker, (limit, least) in enumerate(zip(limits, leasts)):
         if not is_count(limit, least):
             raise ArgumentError(
-                f"memory={beginning(memory)} leaves worker {worker} no room for one micro-batch in each of its stages; "
+                f"{name}{beginning(given)} leaves worker {worker} no room for one micro-batch in each of its stages; "
                 f"give it at least {least}"
             )
     return limits

@@ -24,15 +24,12 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     InstructionKey,
     Op,
+    Payload,
     Receive,
-    ReceiveGradients,
-    ReceiveNotes,
-    ReceiveSum,
+    ReceiveExchanged,
     Reduce,
     Send,
-    SendGradients,
-    SendNotes,
-    SendSum,
+    SendExchanged,
     own_value,
     sum_value,
 )
@@ -150,27 +147,27 @@ class BoundProgram:
     def add(self, add: Add) -> BoundCall:
         return handlers.add, (own_value(add), sum_value(add))
 
-    def send_gradients(self, send: SendGradients) -> BoundCall:
-        return handlers.send_gradients, (send.sum, self.program.ranks[send.to])
+    def send_gradients(self, send: SendExchanged) -> BoundCall:
+        return handlers.send_gradients, (send.of, self.program.ranks[send.to])
 
-    def receive_gradients(self, receive: ReceiveGradients) -> BoundCall:
+    def receive_gradients(self, receive: ReceiveExchanged) -> BoundCall:
         source, whole = self.program.ranks[receive.source], self.at > self.computes_until
-        return handlers.receive_gradients, (receive.sum, source, whole)
+        return handlers.receive_gradients, (receive.of, source, whole)
 
     def reduce(self, each: Reduce) -> BoundCall:
-        return handlers.add_up, (each.sum,)
+        return handlers.add_up, (each.of,)
 
-    def send_sum(self, send: SendSum) -> BoundCall:
-        return handlers.send_sum, (send.sum, self.program.ranks[send.to])
+    def send_sum(self, send: SendExchanged) -> BoundCall:
+        return handlers.send_sum, (send.of, self.program.ranks[send.to])
 
-    def receive_sum(self, receive: ReceiveSum) -> BoundCall:
-        return handlers.receive_sum, (receive.sum, self.program.ranks[receive.source])
+    def receive_sum(self, receive: ReceiveExchanged) -> BoundCall:
+        return handlers.receive_sum, (receive.of, self.program.ranks[receive.source])
 
-    def send_notes(self, send: SendNotes) -> BoundCall:
+    def send_notes(self, send: SendExchanged) -> BoundCall:
         key = self.program.value_numbers[NOTES], self.program.worker
         return handlers.send_notes, (self.program.ranks[send.to], key)
 
-    def receive_notes(self, receive: ReceiveNotes) -> BoundCall:
+    def receive_notes(self, receive: ReceiveExchanged) -> BoundCall:
         key = self.program.value_numbers[NOTES], receive.source
         return handlers.receive_notes, (self.program.ranks[receive.source], key)
 
@@ -246,13 +243,13 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], BoundCall]] = {
     Receive: BoundProgram.receive,
     Free: BoundProgram.free,
     Add: BoundProgram.add,
-    SendGradients: BoundProgram.send_gradients,
-    ReceiveGradients: BoundProgram.receive_gradients,
+    (SendExchanged, Payload.GRADIENTS): BoundProgram.send_gradients,
+    (ReceiveExchanged, Payload.GRADIENTS): BoundProgram.receive_gradients,
     Reduce: BoundProgram.reduce,
-    SendSum: BoundProgram.send_sum,
-    ReceiveSum: BoundProgram.receive_sum,
-    SendNotes: BoundProgram.send_notes,
-    ReceiveNotes: BoundProgram.receive_notes,
+    (SendExchanged, Payload.SUM): BoundProgram.send_sum,
+    (ReceiveExchanged, Payload.SUM): BoundProgram.receive_sum,
+    (SendExchanged, Payload.NOTES): BoundProgram.send_notes,
+    (ReceiveExchanged, Payload.NOTES): BoundProgram.receive_notes,
 }
 
 

@@ -56,10 +56,10 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     MicrobatchValue,
     Op,
+    Payload,
     Receive,
     Send,
-    SendGradients,
-    SendNotes,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import computations_of, live_changes, peak_live
 from pippy.drivers.protocol.programs import OutOfOrderLimits
@@ -205,9 +205,9 @@ class ComputationQueues:
                     if op not in (Op.FORWARD, Op.RECOMPUTE) and stage == gathers:
                         self._need(at, [place for (o, s, _), place in passes.items() if (o, s) == (Op.FORWARD, stage)])
                     passes[op, stage, microbatch] = at
-                case SendGradients():
+                case SendExchanged(Payload.GRADIENTS):
                     self._need(at, list(adding.values()))
-                case SendNotes():
+                case SendExchanged(Payload.NOTES):
                     self._need(at, [place for (op, *_), place in passes.items() if op == Op.FORWARD])
                 case _ if each.kind.exchange:  # these come last
                     pass

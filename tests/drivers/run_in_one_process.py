@@ -20,12 +20,10 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     Op,
     Receive,
-    ReceiveGradients,
-    ReceiveSum,
+    ReceiveExchanged,
     Reduce,
     Send,
-    SendGradients,
-    SendSum,
+    SendExchanged,
 )
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import tensors
@@ -90,9 +88,9 @@ class LocalRun:
                 held[into, microbatch] = add_gradients(held[into, microbatch], held.pop((value, microbatch)))
             case Reduce():
                 self.reduced += 1
-            case SendGradients(name, to) | SendSum(name, to):
+            case SendExchanged(_, to, name):
                 self.channels.setdefault((worker, to), deque()).append(((name, 0), None))
-            case ReceiveGradients(name, source) | ReceiveSum(name, source):
+            case ReceiveExchanged(_, source, name):
                 channel = self.channels.get((source, worker))
                 if not channel:
                     return False

@@ -129,7 +129,7 @@ class Arrangements:
                 f"and the Pipe has {stages}; give each of them a worker"
             )
         if auto is not None:
-            auto.limits.check(placement)
+            auto.limits.on(placement)
         if self.single_loss:
             example = schedule.example(chunks=3, workers=placement.workers)
             check_single_loss(example, loss_stage(self.compiled), self.mask)

@@ -7,7 +7,7 @@ from typing import Any
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.plan.language.exchanges import ExchangeProgram
-from pippy.drivers.plan.language.instructions import ReceiveState, SendState
+from pippy.drivers.plan.language.instructions import Payload
 from pippy.drivers.plan.passes.communicate import exchange
 from pippy.drivers.protocol.state import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
@@ -76,7 +76,7 @@ def _copied(value: Any) -> Any:
 
 def exchange_of_states(moves: Iterable[tuple[int, int, int]]) -> ExchangeProgram:
     """The program that moves copies of states. A move has the worker that a copy is of, who has it, and to whom it goes."""
-    return exchange("states", ((SendState(of, to), ReceiveState(of, source)) for of, source, to in moves))
+    return exchange("states", Payload.STATE, moves)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 
 Candidates whose times differ by less than `TIE` count as equally fast. Of those, the one that holds least is chosen.
 
-Where nothing fits, `Unfit` says what is nearest, and what would fit: this limit, so many micro-batches, so many workers.
+Where nothing fits, `unfit` says what is nearest, and what would fit: this limit, so many micro-batches, so many workers.
 
 So that an order keeps limits, as few stages as possible compute forwards again. They are found for each worker alone. What a
 worker holds depends on its own order and on its own stages. So each worker tries the modes of its stages by itself, and one
@@ -17,8 +17,8 @@ least as long.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import islice, pairwise, product
 from math import prod
 
 from pippy.drivers.plan.choice.choice import Choice
@@ -315,38 +315,24 @@ class _Search:
         return *self.problem.lack(candidate), candidate.seconds
 
 
-@dataclass(frozen=True)
-class Unfit:
-    """Why nothing fits, and what would: these limits, or so many micro-batches or workers, or None where that is not known."""
-
-    message: str
-    limits: tuple[int, ...] = ()
-    chunks: int | None = None
-    workers: int | None = None
-
-    def __str__(self) -> str:
-        return self.message
-
-
-def unfit(choice: Choice, shown: str, more_chunks: Sequence[int] = (), option: str = "memory=") -> Unfit:
+def unfit(choice: Choice, shown: str, more_chunks: Sequence[int] = (), option: str = "memory=") -> str:
     """What to say of a problem that nothing solves. ``shown`` is its limit of bytes as the user gave it, as the ``option``.
 
-    ``more_chunks`` are the numbers of micro-batches that could be taken instead, the smallest first.
+    It says what would fit: this limit, so many micro-batches, so many workers. ``more_chunks`` are the numbers of micro-batches
+    that could be taken instead, the smallest first.
     """
     problem, nearest = choice.problem, choice.nearest
     memory = next(limit for limit in problem.limits if isinstance(limit, MemoryLimit))
     if nearest is None or any(limit.refusal(nearest) for limit in problem.limits if limit is not memory):
-        return Unfit(choice.refusal)
+        return choice.refusal
     limits = _enough(memory.held(nearest), memory.most)
-    chunks = next(_chunks_that_fit(problem, nearest.name, more_chunks), None)
-    workers = next(_workers_that_fit(problem, nearest), None)
-    advice = [f"{option}{_as_given(limits, len(set(memory.most)) == 1, option)}"]
-    advice += [f"{chunks} micro-batches"] if chunks is not None else []
-    advice += [f"{workers} workers for these stages"] if workers is not None else []
-    if chunks is None and workers is None:
-        advice.append("a cut into more stages on more workers")
-    message = f"{option}{shown} is too little: {_held(nearest, memory)}. What would fit: {', or '.join(advice)}"
-    return Unfit(message, limits, chunks, workers)
+    others = [f"{count} micro-batches" for count in islice(_chunks_that_fit(problem, nearest.name, more_chunks), 1)]
+    others += [f"{count} workers for these stages" for count in islice(_workers_that_fit(problem, nearest), 1)]
+    advice = [
+        f"{option}{_as_given(limits, len(set(memory.most)) == 1, option)}",
+        *(others or ["a cut into more stages on more workers"]),
+    ]
+    return f"{option}{shown} is too little: {_held(nearest, memory)}. What would fit: {', or '.join(advice)}"
 
 
 def _held(nearest: Candidate, memory: MemoryLimit) -> str:

@@ -22,17 +22,17 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pippy.drivers.plan.language.edges import GradientSum, Pass
+from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import (
     Add,
     Compute,
     Instruction,
     MicrobatchValue,
     Op,
-    ReceiveGradients,
-    ReceiveSum,
+    Payload,
+    ReceiveExchanged,
     Reduce,
-    SendGradients,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program, computations_of, computes_until
 from pippy.drivers.plan.passes.communicate import add_communication
@@ -258,32 +258,21 @@ class _Walk:
         self.order = program.orders[worker]
         self.own = program.stages_of(worker)
         self.share = len(program.shares[worker // program.placement.workers])
-        self.takes: dict[Pass, list[str]] = defaultdict(list)
-        self.gives: dict[Pass, list[str]] = defaultdict(list)
-        for edge in program.flow:
-            self.gives[edge.source].append(edge.value)
-            for target in edge.targets:
-                self.takes[target].append(edge.value)
+        self.takes, self.gives = (
+            defaultdict(list, {done: [edge.value for edge in edges] for done, edges in by_pass.items()})
+            for by_pass in (program.takes, program.gives)
+        )
         here = {edge.value for edge in program.flow if edge.source.stage in self.own}
         self.free_of_charge, self.copied = sizes.owned & here, sizes.copied & here
         self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}
         self.last_takers = self._last_takers()
         self.values = _Values()
         self.added: set[MicrobatchValue] = set()  # the values that are sums
-        self._computations = {
-            Op.FORWARD: self._forward,
-            Op.RECOMPUTE: self._recompute,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-        }
         self.kept = self.results = self.gradients = 0
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
         self.sums = {each.name: each for each in program.sums}
-        self.arrived: dict[str, int] = defaultdict(
-            int
-        )  # the bytes of others' gradients of each sum that wait to be added
+        self.arrived: dict[str, int] = defaultdict(int)  # the bytes of others' gradients that wait to be added, by sum
         self.computes_until = computes_until(self.order)
         self.computes = True
         self.parameters = sum(each.parameters for each in stages)
@@ -340,29 +329,28 @@ class _Walk:
 
     def _working(self, instruction: Instruction) -> int:
         """The most that an instruction needs at a time, above what is held when it begins."""
-        if isinstance(instruction, ReceiveGradients):
-            size = self.sizes.replicated.get(instruction.sum, 0)
-            return size * self._copies(self.sums[instruction.sum], instruction.source)
+        if isinstance(instruction, ReceiveExchanged) and instruction.payload == Payload.GRADIENTS:
+            return self._bytes_of_sum(instruction, instruction.source)
         if isinstance(instruction, Add):
             return self._size(instruction.into + _SUM, instruction.microbatch)
         if not isinstance(instruction, Compute):
             return 0
-        stage, op, microbatch = self._of_stage(instruction), instruction.op, instruction.microbatch
-        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
+        sizes, op, microbatch = self._of_stage(instruction), instruction.op, instruction.microbatch
         if op == Op.FORWARD:
             arriving = self._arriving(instruction.stage, microbatch)
-            return stage.forward + sum(self._size(name, microbatch) for name in arriving)
+            return sizes.forward + sum(self._size(name, microbatch) for name in arriving)
         if op == Op.RECOMPUTE:
-            return stage.forward - stage.keys  # these are there since the first run
+            return sizes.forward - sizes.keys  # these are there since the first run
+        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
         if op == Op.BACKWARD:
-            return stage.first_backward if first else stage.backward
+            return sizes.first_backward if first else sizes.backward
         if op == Op.BACKWARD_INPUT:
-            return stage.first_input if first else stage.backward_input
-        return stage.first_weight if first else stage.backward_weight
+            return sizes.first_input if first else sizes.backward_input
+        return sizes.first_weight if first else sizes.backward_weight
 
     def _apply(self, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
-            self._computations[instruction.op](instruction)
+            self._compute(instruction)
             return
         kind = instruction.kind
         if kind.adds_up:
@@ -380,6 +368,19 @@ class _Walk:
 
     def _whole(self, key: MicrobatchValue) -> MicrobatchValue:
         return (key[0] + _SUM, key[1]) if key in self.added else key
+
+    def _compute(self, compute: Compute) -> None:
+        op = compute.op
+        if op == Op.FORWARD:
+            self._forward(compute)
+        elif op == Op.RECOMPUTE:
+            self._recompute(compute)
+        else:
+            if op != Op.BACKWARD_WEIGHT:
+                self._begin_backward(compute)
+            if op != Op.BACKWARD:
+                self._hold(compute, 1 if op == Op.BACKWARD_INPUT else -1)
+            self._add_gradients(compute.stage, whole=op != Op.BACKWARD_INPUT)
 
     def _forward(self, forward: Compute) -> None:
         stage, microbatch = forward.stage, forward.microbatch
@@ -434,19 +435,6 @@ class _Walk:
         self._hold_inputs(recompute, self._needed_inputs(recompute), 1)
         self._hold_inputs(recompute, self._inputs_of(recompute.stage), -1)
 
-    def _backward(self, backward: Compute) -> None:
-        self._begin_backward(backward)
-        self._add_gradients(backward.stage, whole=True)
-
-    def _backward_input(self, half: Compute) -> None:
-        self._begin_backward(half)
-        self._hold(half, 1)
-        self._add_gradients(half.stage, whole=False)
-
-    def _backward_weight(self, half: Compute) -> None:
-        self._hold(half, -1)
-        self._add_gradients(half.stage, whole=True)
-
     def _begin_backward(self, backward: Compute) -> None:
         self._drop_run(backward)
         for value in self.gives[Pass("B", backward.stage)]:
@@ -496,16 +484,18 @@ class _Walk:
     def _add_up(self, instruction: Any) -> None:
         """What a part of a sum changes, of a replicated parameter. Those of the stages of replicas, which are in parts and one
         at a time beside the gradients, are left out."""
-        each, size = self.sums[instruction.sum], self.sizes.replicated.get(instruction.sum, 0)
-        if isinstance(instruction, SendGradients):
-            self.gradients -= size * self._copies(each, self.worker)
-        elif isinstance(instruction, ReceiveGradients):
-            if self.computes:  # else they are added at once
-                self.arrived[each.name] += size * self._copies(each, instruction.source)
-        elif isinstance(instruction, Reduce):  # the sum and its copies are in the place of this worker's gradients
-            self.arrived.pop(each.name, None)
-        elif isinstance(instruction, ReceiveSum):
-            self.gradients += size * self._copies(each, self.worker)
+        match instruction:
+            case SendExchanged(Payload.GRADIENTS):
+                self.gradients -= self._bytes_of_sum(instruction, self.worker)
+            case ReceiveExchanged(Payload.GRADIENTS):
+                if self.computes:  # else they are added at once
+                    self.arrived[instruction.of] += self._bytes_of_sum(instruction, instruction.source)
+            case Reduce():  # the sum and its copies are in the place of this worker's gradients
+                self.arrived.pop(instruction.of, None)
+            case ReceiveExchanged(Payload.SUM):
+                self.gradients += self._bytes_of_sum(instruction, self.worker)
 
-    def _copies(self, each: GradientSum, worker: int) -> int:
-        return sum(stage in self.program.stages_of(worker) for stage in each.stages)
+    def _bytes_of_sum(self, instruction: Any, worker: int) -> int:
+        """The bytes of the gradients that a worker has of a sum."""
+        copies = sum(stage in self.program.stages_of(worker) for stage in self.sums[instruction.of].stages)
+        return self.sizes.replicated.get(instruction.of, 0) * copies

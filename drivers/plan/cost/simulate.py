@@ -277,12 +277,9 @@ class Simulator:
         self.costs, self.from_before = costs.resolve(program), program.going_on
         self.now: list[Number] = [0] * program.workers
         self.spans: list[list[Span]] = [[] for _ in program.orders]
-        self.waited: list[dict[int, Number]] = [
-            defaultdict(int) for _ in program.orders
-        ]  # by each before a computation
-        self.waiting: list[dict[int, Number]] = [
-            defaultdict(int) for _ in program.orders
-        ]  # since the latest computation
+        # How long a worker waited, by the worker that it waited for: before a computation, and since the latest one.
+        self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
+        self.waiting: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
         self.free_at: dict[object, Number] = defaultdict(int)  # when each channel is, or each line of a host
         self.arrivals: dict[tuple[MicrobatchValue, int, int], Number] = {}  # of values, from a worker at another
         self.program, self.hosts = program, program.hosts

@@ -9,7 +9,7 @@ run of them, as many as to the others or one more.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -114,6 +114,14 @@ def produced_by(compute: Compute) -> Pass | None:
     return None if phase is None else Pass(phase, compute.stage)
 
 
+def edges_by_pass(ends: Iterable[tuple[Pass, Edge]]) -> dict[Pass, list[Edge]]:
+    """The edges of each pass."""
+    found: dict[Pass, list[Edge]] = {}
+    for end, edge in ends:
+        found.setdefault(end, []).append(edge)
+    return found
+
+
 def scan_pass(scanner: Scanner) -> Pass:
     phase: Any = scanner.take(PHASE, "a pass, F or B and a stage number")
     return Pass(phase, scanner.number("a stage number"))
@@ -124,10 +132,7 @@ def scan_edge(scanner: Scanner) -> Edge:
     scanner.literal(" ")
     source = scan_pass(scanner)
     scanner.literal(" -> ")
-    targets = [scan_pass(scanner)]
-    while scanner.accept(" "):
-        targets.append(scan_pass(scanner))
-    return Edge(value, source, tuple(targets))
+    return Edge(value, source, scanner.several(lambda: scan_pass(scanner)))
 
 
 def scan_replicated(scanner: Scanner) -> Replicated:

@@ -13,16 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pippy.drivers.plan.language.edges import GradientSum
-from pippy.drivers.plan.language.instructions import (
-    Instruction,
-    ReceiveGradients,
-    ReceiveNotes,
-    ReceiveSum,
-    Reduce,
-    SendGradients,
-    SendNotes,
-    SendSum,
-)
+from pippy.drivers.plan.language.instructions import Instruction, Payload, ReceiveExchanged, Reduce, SendExchanged
 from pippy.drivers.plan.language.program import INDENT, Program
 
 
@@ -30,8 +21,9 @@ from pippy.drivers.plan.language.program import INDENT, Program
 class ExchangeProgram:
     """The sends and receives of all workers, by their numbers in the cluster. ``schedule`` says what is passed on.
 
-    >>> from pippy.drivers.plan.language.instructions import ReceiveState, SendState
-    >>> print(ExchangeProgram("states", ((SendState(of=0, to=1),), (ReceiveState(of=0, source=0),))))
+    >>> from pippy.drivers.plan.language.instructions import parse_instruction
+    >>> texts = "send state of worker 0 to 1", "receive state of worker 0 from 0"
+    >>> print(ExchangeProgram("states", tuple((parse_instruction(text),) for text in texts)))
     exchange states
     worker 0
       send state of worker 0 to 1
@@ -74,17 +66,16 @@ def sum_work(program: Program, each: GradientSum, worker: int) -> list[Instructi
     >>> [str(instruction) for instruction in sum_work(program, program.sums[0], worker=0)]
     ['receive gradients of stage 0 part 0 from 2', 'reduce stage 0 part 0', 'send sum of stage 0 part 0 to 2']
     """
-    holders = program.holders(each)
-    if worker == each.owner:
-        others = [holder for holder in holders if holder != worker]
-        received = [
-            ReceiveGradients(each.name, other) for other in others if stages_with_gradients(program, each, other)
-        ]
-        return [*received, Reduce(each.name), *(SendSum(each.name, other) for other in others)]
+    name, owner, holders = each.name, each.owner, program.holders(each)
+    others = [holder for holder in holders if holder != owner]
+    if worker == owner:
+        giving = [other for other in others if stages_with_gradients(program, each, other)]
+        received = [ReceiveExchanged(Payload.GRADIENTS, other, name) for other in giving]
+        return [*received, Reduce(name), *(SendExchanged(Payload.SUM, other, name) for other in others)]
     if worker not in holders:
         return []
-    sends = [SendGradients(each.name, each.owner)] if stages_with_gradients(program, each, worker) else []
-    return [*sends, ReceiveSum(each.name, each.owner)]
+    gives = bool(stages_with_gradients(program, each, worker))
+    return [*[SendExchanged(Payload.GRADIENTS, owner, name)] * gives, ReceiveExchanged(Payload.SUM, owner, name)]
 
 
 def notes_work(program: Program, worker: int) -> list[Instruction]:
@@ -97,7 +88,7 @@ def notes_work(program: Program, worker: int) -> list[Instruction]:
     [[], ['send notes to 1', 'receive notes from 1']]
     """
     twins = program.twins(worker) if program.noting(worker) else []
-    return [*map(SendNotes, twins), *map(ReceiveNotes, twins)]
+    return [made(Payload.NOTES, twin) for made in (SendExchanged, ReceiveExchanged) for twin in twins]
 
 
 def stages_with_gradients(program: Program, each: GradientSum, worker: int) -> set[int]:

@@ -76,7 +76,7 @@ class Kind:
     whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage. In a program with
     slices of sequences it takes its ``turn`` after the same pass of the slice before it (1), or of the one behind it (-1).
 
-    What takes and gives no edge of the program is a part of an ``exchange``.
+    What takes and gives no edge of the program is a part of the ``exchange`` of a payload.
 
     >>> KINDS[Free].drops(Free("x", microbatch=0))
     ('x', 0)
@@ -96,27 +96,28 @@ class Kind:
     live: int = 0
     phase: Phase | None = None
     cost: Callable[[GivenCosts], Sequence[float | Fraction]] | None = None
-    exchange: "Exchange | None" = None
+    exchange: "Payload | None" = None
     turn: int = 0
 
     @property
     def adds_up(self) -> bool:
         """Whether it is a part of a sum of gradients."""
-        return self.exchange == Exchange.SUM
+        return self.exchange in (Payload.GRADIENTS, Payload.SUM)
 
 
-class Exchange(StrEnum):
-    """What workers pass to each other that is no edge of a program: in a step, or in a program of its own."""
+class Payload(StrEnum):
+    """What workers pass to each other that is no edge of a program, as the text of instructions has it."""
 
-    SUM = "sum"
+    GRADIENTS = "gradients of {of:sum}"
+    SUM = "sum of {of:sum}"
     NOTES = "notes"
-    PARAMETERS = "parameters"
-    STATE = "state"
+    PARAMETERS = "parameters of {of:sum}"
+    STATE = "state of worker {of:worker}"
 
     @property
     def in_steps(self) -> bool:
-        """Whether it is in the programs of steps."""
-        return self in (Exchange.SUM, Exchange.NOTES)
+        """Whether it is passed on in the programs of steps. Else that takes a program of its own."""
+        return self not in (Payload.PARAMETERS, Payload.STATE)
 
 
 class Instruction:
@@ -136,7 +137,7 @@ class Instruction:
     @property
     def kind(self) -> Kind:
         """Its row in the table."""
-        return KINDS[type(self)]
+        return KINDS[self.key]
 
     def __str__(self) -> str:
         return self.kind.form.text(self)
@@ -157,10 +158,6 @@ class Compute(Instruction):
     @property
     def key(self) -> Op:
         return self.op
-
-    @property
-    def kind(self) -> Kind:
-        return KINDS[self.op]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,30 +212,6 @@ class Add(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradients(Instruction):
-    """Put this worker's gradients of a sum into the channel to the worker that adds them up.
-
-    >>> str(SendGradients("emb.weight", to=0))
-    'send gradients of emb.weight to 0'
-    """
-
-    sum: str
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveGradients(Instruction):
-    """Take another worker's gradients of a sum from the channel.
-
-    >>> str(ReceiveGradients("stage 2 part 0", source=3))
-    'receive gradients of stage 2 part 0 from 3'
-    """
-
-    sum: str
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reduce(Instruction):
     """Add up the gradients of a sum: this worker's, and those that it has received.
 
@@ -246,124 +219,67 @@ class Reduce(Instruction):
     'reduce emb.weight'
     """
 
-    sum: str
+    of: str
 
 
 @dataclass(frozen=True, slots=True)
-class SendSum(Instruction):
-    """Put a sum into the channel to another worker.
+class SendExchanged(Instruction):
+    """Put what is no edge of a program into the channel to another worker. ``of`` is the sum or the worker that it is of.
 
-    >>> str(SendSum("emb.weight", to=3))
-    'send sum of emb.weight to 3'
+    >>> str(SendExchanged(Payload.GRADIENTS, to=0, of="emb.weight"))
+    'send gradients of emb.weight to 0'
     """
 
-    sum: str
+    payload: Payload
     to: int
+    of: Any = ""
+
+    @property
+    def key(self) -> "InstructionKey":
+        return SendExchanged, self.payload
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveSum(Instruction):
-    """Take a sum from the channel from the worker that has added it up.
+class ReceiveExchanged(Instruction):
+    """Take what is no edge of a program from the channel from another worker.
 
-    >>> str(ReceiveSum("emb.weight", source=0))
-    'receive sum of emb.weight from 0'
+    >>> str(ReceiveExchanged(Payload.STATE, source=2, of=1))
+    'receive state of worker 1 from 2'
     """
 
-    sum: str
+    payload: Payload
     source: int
+    of: Any = ""
 
-
-@dataclass(frozen=True, slots=True)
-class SendNotes(Instruction):
-    """Put what batch norms have noted in this step into the channel to the worker with the same stages in another replica.
-
-    >>> str(SendNotes(to=3))
-    'send notes to 3'
-    """
-
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveNotes(Instruction):
-    """Take what the batch norms of another replica have noted in this step, to count it together with this worker's.
-
-    >>> str(ReceiveNotes(source=1))
-    'receive notes from 1'
-    """
-
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendParameters(Instruction):
-    """Put parameters that were updated here, those whose gradients are in a sum, into the channel to another worker.
-
-    >>> str(SendParameters("stage 2 part 0", to=3))
-    'send parameters of stage 2 part 0 to 3'
-    """
-
-    sum: str
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveParameters(Instruction):
-    """Take updated parameters from the channel from the worker that has updated them.
-
-    >>> str(ReceiveParameters("emb.weight", source=0))
-    'receive parameters of emb.weight from 0'
-    """
-
-    sum: str
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendState(Instruction):
-    """Put the copy of a worker's state into the channel to another worker, which may be the one that it is of.
-
-    >>> str(SendState(of=1, to=2))
-    'send state of worker 1 to 2'
-    """
-
-    of: int
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveState(Instruction):
-    """Take the copy of a worker's state from the channel from another worker.
-
-    >>> str(ReceiveState(of=1, source=1))
-    'receive state of worker 1 from 1'
-    """
-
-    of: int
-    source: int
+    @property
+    def key(self) -> "InstructionKey":
+        return ReceiveExchanged, self.payload
 
 
 own_value = attrgetter("value", "microbatch")
 sum_value = attrgetter("into", "microbatch")
 NOTES: Final = "notes of batch norms"  # the name of a value, which no edge can have
 
-InstructionKey = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
+
+# Of a computation, its operation; of what is exchanged, its class and its payload; of any other instruction, its class.
+InstructionKey = Op | type[Instruction] | tuple[type[Instruction], Payload]
 
 
-def passed_on(
-    send: type[Instruction], receive: type[Instruction], what: str, exchange: Exchange, value: str = ""
-) -> dict[InstructionKey, Kind]:
-    """The rows of two kinds that pass on a value of all micro-batches, which ``value`` names, or else the text of ``what``."""
-    text: Callable[[object], str] = (lambda _: value) if value else Form(what).text
+def passed_on(payload: Payload) -> dict[InstructionKey, Kind]:
+    """The rows of the two kinds that pass on a payload. It is a value of all micro-batches, which has its text as name."""
+    text: Callable[[object], str] = (lambda _: NOTES) if payload == Payload.NOTES else Form(payload).text
 
     def value_of(each: Any) -> MicrobatchValue:
         return text(each), 0
 
-    there = Kind(Form(f"send {what} to {{to}}"), takes=value_of, sends_to=attrgetter("to"), exchange=exchange)
+    there = Kind(Form(f"send {payload} to {{to}}"), takes=value_of, sends_to=attrgetter("to"), exchange=payload)
     here = Kind(
-        Form(f"receive {what} from {{source}}"), gives=value_of, receives_from=attrgetter("source"), exchange=exchange
+        Form(f"receive {payload} from {{source}}"),
+        gives=value_of,
+        receives_from=attrgetter("source"),
+        exchange=payload,
     )
-    return {send: there, receive: here}
+    return {(SendExchanged, payload): there, (ReceiveExchanged, payload): here}
 
 
 # All that is known of each kind. A kind whose text begins as that of another goes before it.
@@ -424,12 +340,8 @@ KINDS: dict[InstructionKey, Kind] = {
         phase="C",
         cost=lambda costs: [0 for _ in costs("forward") or ()],
     ),
-    **passed_on(SendGradients, ReceiveGradients, "gradients of {sum}", Exchange.SUM),
-    Reduce: Kind(Form("reduce {sum}"), exchange=Exchange.SUM),
-    **passed_on(SendSum, ReceiveSum, "sum of {sum}", Exchange.SUM),
-    **passed_on(SendNotes, ReceiveNotes, "notes", Exchange.NOTES, value=NOTES),
-    **passed_on(SendParameters, ReceiveParameters, "parameters of {sum}", Exchange.PARAMETERS),
-    **passed_on(SendState, ReceiveState, "state of worker {of}", Exchange.STATE),
+    **{key: kind for payload in Payload for key, kind in passed_on(payload).items()},
+    Reduce: Kind(Form("reduce {of:sum}"), exchange=Payload.SUM),
     Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
     Receive: Kind(
         Form("receive {value}.{microbatch} from {source}"), gives=own_value, receives_from=attrgetter("source")
@@ -459,7 +371,9 @@ def scan_instruction(scanner: Scanner) -> Instruction:
     """Read an instruction from here to the end of the scanner's line."""
     for key, kind in KINDS.items():
         if scanner.accept(kind.form.beginning):
-            fields: list[Any] = kind.form.scan(scanner)
-            return Compute(key, *fields) if isinstance(key, Op) else key(*fields)
+            fields: dict[str, Any] = kind.form.scan(scanner)
+            if isinstance(key, tuple):
+                return key[0](key[1], **fields)  # type: ignore[call-arg]
+            return Compute(key, **fields) if isinstance(key, Op) else key(**fields)
     words = dict.fromkeys(kind.form.beginning.split()[0] for kind in KINDS.values())
     raise scanner.error(f"expected an instruction ({', '.join(words)})")

@@ -4,10 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain as chain_of
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pippy.drivers.plan.language.edges import Checkpoints, Edge, GradientSum, Replicated, chain, shares
+from pippy.drivers.plan.language.edges import (
+    Checkpoints,
+    Edge,
+    GradientSum,
+    Pass,
+    Replicated,
+    chain,
+    edges_by_pass,
+    shares,
+)
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.drivers.plan.language.placement import Placement, is_count, require_count
@@ -91,96 +101,91 @@ class Program(Drawn):
         require_count("chunks", self.chunks)
         require_count("slices", self.slices)
         shares(self.chunks, self.replicas, self.slices)  # raises if a replica would have none
+        for why in chain_of(
+            self._unclear_sizes(),
+            self._unclear_stages(),
+            self._unclear_checkpoints(),
+            self._unclear_names(),
+            self._unclear_edges(),
+            self._unclear_sums(),
+        ):
+            raise ArgumentError(why)
+
+    def _unclear_sizes(self) -> Iterator[str]:
         if not SCHEDULE.fullmatch(self.schedule):
-            raise ArgumentError(
-                f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
-            )
+            yield f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
+        replicas = f" and {self.replicas} replicas" * (self.replicas > 1)
         for what, by_worker in (("orders", self.orders), ("memory", self.memory), ("hosts", self.hosts)):
             if by_worker is not None and len(by_worker) != self.workers:
-                raise ArgumentError(
-                    f"{what} of {len(by_worker)} workers for placement {self.placement}"
-                    f"{f' and {self.replicas} replicas' * (self.replicas > 1)}; give one per worker"
-                )
-        for what, by_worker in (("memory", self.memory), ("hosts", self.hosts)):
-            for number in by_worker or ():
+                yield f"{what} of {len(by_worker)} workers for placement {self.placement}{replicas}; give one per worker"
+        for what, numbers in (("memory", self.memory), ("hosts", self.hosts)):
+            for number in numbers or ():
                 if not is_count(number, least=0):
-                    raise ArgumentError(
-                        f"{what}={beginning(by_worker)}: {beginning(number)} must be a whole number of at least 0"
-                    )
-        self._refuse_unclear_stages()
-        self._refuse_unclear_checkpoints()
-        self._refuse_unclear_names()
-        self._refuse_unclear_edges()
-        self._refuse_unclear_sums()
+                    yield f"{what}={beginning(numbers)}: {beginning(number)} must be a whole number of at least 0"
 
-    def _refuse_unclear_stages(self) -> None:
+    def _unclear_stages(self) -> Iterator[str]:
         named = [(name, stage) for name in ("backward", "notes") for stage in getattr(self, name)]
         named += [(f"edge {edge}", end.stage) for edge in self.edges or () for end in edge.ends]
+        named += [(f"checkpoint {checkpoint}", checkpoint.stage) for checkpoint in self.checkpoints]
         named += [(f"replicated {copies}", stage) for copies in self.replicated for stage in copies.stages]
         for where, stage in named:
             if not 0 <= stage < self.stages:
-                raise ArgumentError(
-                    f"{where}: there is no stage {stage}; the placement has stages 0 to {self.stages - 1}"
-                )
+                yield f"{where}: there is no stage {stage}; the placement has stages 0 to {self.stages - 1}"
         for name, stages in (("backward", self.backward), ("notes", self.notes)):
             if list(stages) != sorted(set(stages)):
-                raise ArgumentError(f"{name}={stages} must name each stage once, in order")
+                yield f"{name}={stages} must name each stage once, in order"
         if self.notes and self.replicas == 1:
-            raise ArgumentError(f"notes={self.notes}: there are no other replicas to tell; leave notes out")
+            yield f"notes={self.notes}: there are no other replicas to tell; leave notes out"
 
-    def _refuse_unclear_checkpoints(self) -> None:
-        for checkpoint in self.checkpoints:
-            if checkpoint.stage not in self.backward:
-                raise ArgumentError(
-                    f"checkpoint {checkpoint}: stage {checkpoint.stage} has no backward; leave the line out"
-                )
-            if not all(0 <= microbatch < self.chunks for microbatch in checkpoint.microbatches):
-                raise ArgumentError(f"checkpoint {checkpoint}: the program has micro-batches 0 to {self.chunks - 1}")
-            if not checkpoint.microbatches or list(checkpoint.microbatches) != sorted(set(checkpoint.microbatches)):
-                raise ArgumentError(f"checkpoint {checkpoint} must name at least one micro-batch, each once, in order")
+    def _unclear_checkpoints(self) -> Iterator[str]:
+        for each in self.checkpoints:
+            if each.stage not in self.backward:
+                yield f"checkpoint {each}: stage {each.stage} has no backward; leave the line out"
+            if not all(0 <= microbatch < self.chunks for microbatch in each.microbatches):
+                yield f"checkpoint {each}: the program has micro-batches 0 to {self.chunks - 1}"
+            if not each.microbatches or list(each.microbatches) != sorted(set(each.microbatches)):
+                yield f"checkpoint {each} must name at least one micro-batch, each once, in order"
         stages = [each.stage for each in self.checkpoints]
         if stages != sorted(set(stages)):
-            raise ArgumentError(f"checkpoints of stages {stages} must name each stage once, in order")
+            yield f"checkpoint: {stages} must name each stage once, in order"
 
-    def _refuse_unclear_names(self) -> None:
+    def _unclear_names(self) -> Iterator[str]:
         values = [(f"edge {edge}", edge.value, NAME) for edge in self.edges or ()]
         parameters = [(f"replicated {copies}", copies.parameter, QUALIFIED_NAME) for copies in self.replicated]
         for named in (values, parameters):
             counts = Counter(name for _, name, _ in named)
             for where, name, pattern in named:
                 if not pattern.fullmatch(name):
-                    raise ArgumentError(f"{where}: {beginning(name)} must be a name of letters, digits and underscores")
+                    yield f"{where}: {beginning(name)} must be a name of letters, digits and underscores"
                 if counts[name] > 1:
-                    raise ArgumentError(f"{where}: {name} is there twice; give each name one line")
+                    yield f"{where}: {name} is there twice; give each name one line"
 
-    def _refuse_unclear_edges(self) -> None:
+    def _unclear_edges(self) -> Iterator[str]:
         for copies in self.replicated:
             if not copies.stages:
-                raise ArgumentError(f"replicated {copies.parameter}: no stage has a copy; leave the line out")
+                yield f"replicated {copies.parameter}: no stage has a copy; leave the line out"
         for edge in self.edges or ():
             if not edge.targets:
-                raise ArgumentError(f"edge {edge}: no pass needs it; leave the edge out")
+                yield f"edge {edge}: no pass needs it; leave the edge out"
             for end in edge.ends:
                 if end.phase == "B" and end.stage not in self.backward:
-                    raise ArgumentError(f"edge {edge}: stage {end.stage} has no backward; leave the edge out")
+                    yield f"edge {edge}: stage {end.stage} has no backward; leave the edge out"
 
-    def _refuse_unclear_sums(self) -> None:
+    def _unclear_sums(self) -> Iterator[str]:
         edges = {edge.value: edge for edge in self.flow}
         counts = Counter(value for values in self.added for value in values)
         for values in self.added:
             line = f"added {' '.join(values)}"
             if len(values) < 2:
-                raise ArgumentError(f"{line}: one value is no sum; leave the line out")
+                yield f"{line}: one value is no sum; leave the line out"
             for value in values:
                 if value not in edges:
-                    raise ArgumentError(f"{line}: no edge of the program is called {value}")
+                    yield f"{line}: no edge of the program is called {value}"
                 if counts[value] > 1:
-                    raise ArgumentError(f"{line}: {value} is there twice; add each value once")
-                if edges[value].source.phase != "B" or edges[value].targets != edges[values[0]].targets:
-                    raise ArgumentError(
-                        f"{line}: {edges[value]} and {edges[values[0]]} are not gradients of one value, which one pass takes; "
-                        "add up only such"
-                    )
+                    yield f"{line}: {value} is there twice; add each value once"
+                one, other = edges[value], edges[values[0]]
+                if one.source.phase != "B" or one.targets != other.targets:
+                    yield f"{line}: {one} and {other} are not gradients of one value, which one pass takes; add up only such"
 
     def __repr__(self) -> str:
         count, workers = sum(map(len, self.orders)), "1 worker" if self.workers == 1 else f"{self.workers} workers"
@@ -282,6 +287,16 @@ class Program(Drawn):
     def flow(self) -> tuple[Edge, ...]:
         """The edges between the stages, those of a chain included."""
         return chain(self.stages, set(self.backward)) if self.edges is None else self.edges
+
+    @cached_property
+    def gives(self) -> dict[Pass, list[Edge]]:
+        """The edges from each pass that makes a value."""
+        return edges_by_pass((edge.source, edge) for edge in self.flow)
+
+    @cached_property
+    def takes(self) -> dict[Pass, list[Edge]]:
+        """The edges to each pass that needs a value."""
+        return edges_by_pass((target, edge) for edge in self.flow for target in edge.targets)
 
     @cached_property
     def going_on(self) -> frozenset[str]:

@@ -1,14 +1,16 @@
 """Reads a program from its text. An error names the line and column of what cannot be read."""
 
-from collections.abc import Container, Iterable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from pippy.drivers.plan.language.edges import Checkpoints, Edge, scan_checkpoints, scan_edge, scan_replicated
-from pippy.drivers.plan.language.errors import ParseError, require
+from pippy.drivers.plan.language.edges import scan_checkpoints, scan_edge, scan_replicated
+from pippy.drivers.plan.language.errors import ArgumentError, ParseError, require
 from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.language.program import CONTINUES, INDENT, TITLE, Program
-from pippy.drivers.plan.language.scanner import NAME, SCHEDULE, Scanner
+from pippy.drivers.plan.language.scanner import NAME, SCHEDULE, Scanned, Scanner
 
 
 def load_program(path: str | Path) -> Program:
@@ -53,207 +55,117 @@ def require_canonical(text: str, program: Program) -> None:
 
 
 class ProgramParser:
-    """The lines of a program's file and how many of them have been read."""
+    """The lines of a program's file and how many of them have been read.
+
+    What a line must look like is known here. What a program must be, `Program` knows, and which line an error of it is about.
+    """
 
     def __init__(self, text: str) -> None:
-        self.rest = [Scanner(line, number) for number, line in enumerate(text.split("\n"), start=1)]
-        if len(self.rest) > 1 and not self.rest[-1].text:
-            self.rest.pop()  # what follows the last newline is no line
-        self.rest.append(Scanner("", len(self.rest) + 1))
+        self.lines = [Scanner(line, number) for number, line in enumerate(text.split("\n"), start=1)]
+        if len(self.lines) > 1 and not self.lines[-1].text:
+            self.lines.pop()  # what follows the last newline is no line
+        self.rest = [*self.lines, Scanner("", len(self.lines) + 1)]
         self.rest.reverse()
 
     def program(self) -> Program:
-        self.field(TITLE).end()
-        schedule = self.schedule()
+        self.line(TITLE, lambda _: None)
+        schedule = self.line("schedule ", lambda scanner: scanner.take(SCHEDULE, "the name of a schedule"))
         workers = self.size("workers")
-        replicas = self.size("replicas") if self.upcoming("replicas ") else 1
-        stages = self.size("stages")
-        chunks = self.size("chunks")
-        slices = self.slices(chunks)
-        placement = self.placement(workers, replicas, stages)
-        hosts = self.by_worker("hosts", workers, "the host of a worker") if self.upcoming("hosts ") else None
-        backward = self.backward(stages)
-        memory = self.memory(workers)
-        checkpoints = self.checkpoints(stages, chunks, backward)
-        edges = self.edges(stages)
-        added = self.added()
-        replicated = []
-        while self.upcoming("replicated "):
-            scanner = self.field("replicated ")
-            replicated.append(scan_replicated(scanner))
-            self.finish(scanner, stages, replicated[-1].stages)
-        notes = self.notes(stages, replicas)
-        continues = self.upcoming(CONTINUES)
-        if continues:
-            self.field(CONTINUES).end()
-        lowered = self.lowered()
+        replicas = self.size("replicas", if_missing=1)
+        stages, chunks = self.size("stages"), self.size("chunks")
+        slices = self.size("slices", if_missing=1)
+        placement = self.line("placement ", lambda scanner: self.placement(scanner, workers, replicas, stages))
+        given: dict[str, Any] = {"hosts": next(iter(self.all("hosts ", numbers("the host of a worker"))), None)}
+        given["backward"] = self.line(
+            "backward ", one_of({"all": range(stages), "none": ()}, "a stage number, all or none")
+        )
+        given["memory"] = self.line(
+            "memory ", one_of({"unlimited": None}, "a number of stage-micro-batches, or unlimited")
+        )
+        given["checkpoints"] = self.all("checkpoint ", lambda scanner: scan_checkpoints(scanner, chunks))
+        edges = self.all("edge ", scan_edge)
+        given["edges"] = edges or self.line("edges ", one_of({"chain": None, "none": ()}))
+        given["added"] = self.all("added ", lambda each: each.several(lambda: each.take(NAME, "the name of a value")))
+        given["replicated"] = self.all("replicated ", scan_replicated)
+        given["notes"] = next(iter(self.all("notes ", numbers("a stage number"))), ())
+        given["continues"] = bool(self.all(CONTINUES, lambda _: True))
+        given["lowered"] = self.line("communication ", one_of({"explicit": True, "implied": False}))
         orders = tuple(self.order(worker) for worker in range(workers))
         if len(self.rest) > 1:
             raise self.rest[-1].error("expected the end of the program")
-        return Program(
-            schedule,
-            placement,
-            chunks,
-            orders,
-            backward,
-            memory,
-            edges,
-            tuple(replicated),
-            lowered,
-            checkpoints,
-            replicas,
-            notes,
-            continues,
-            added,
-            hosts,
-            slices,
-        )
+        given |= {"backward": tuple(given["backward"]), "replicas": replicas, "slices": slices}
+        try:
+            return Program(schedule, placement, chunks, orders, **given)
+        except ArgumentError as error:
+            raise self.located(error) from error
 
-    def upcoming(self, word: str) -> bool:
-        return self.rest[-1].text.startswith(word)
-
-    def field(self, word: str) -> Scanner:
-        self.rest[-1].literal(word)
-        return self.rest.pop() if len(self.rest) > 1 else self.rest[-1]
-
-    def schedule(self) -> str:
-        scanner = self.field("schedule ")
-        name = scanner.take(SCHEDULE, "the name of a schedule")
+    def line(self, beginning: str, scan: Callable[[Scanner], Scanned]) -> Scanned:
+        """Read the next line, which has this beginning."""
+        scanner = self.rest[-1]
+        scanner.literal(beginning)
+        if len(self.rest) > 1:
+            self.rest.pop()
+        found = scan(scanner)
         scanner.end()
-        return name
+        return found
 
-    def size(self, name: str) -> int:
-        scanner = self.field(f"{name} ")
-        count = scanner.number(f"how many {name}")
-        scanner.end()
+    def all(self, beginning: str, scan: Callable[[Scanner], Scanned]) -> tuple[Scanned, ...]:
+        """Read all next lines that have this beginning."""
+        found = []
+        while self.rest[-1].text.startswith(beginning):
+            found.append(self.line(beginning, scan))
+        return tuple(found)
+
+    def size(self, name: str, if_missing: int | None = None) -> int:
+        if if_missing is not None and not self.rest[-1].text.startswith(f"{name} "):
+            return if_missing
+        line = self.rest[-1].line
+        count = self.line(f"{name} ", lambda scanner: scanner.number(f"how many {name}"))
         if count < 1:
-            raise ParseError(f"{name} must be at least 1, found {count}", scanner.line, len(name) + 2)
+            raise ParseError(f"{name} must be at least 1, found {count}", line, len(name) + 2)
         return count
 
-    def slices(self, chunks: int) -> int:
-        if not self.upcoming("slices "):
-            return 1
-        line = self.rest[-1].line
-        slices = self.size("slices")
-        if chunks % slices:
-            raise ParseError(f"{chunks} chunks are no rows of {slices} slices", line, len("slices ") + 1)
-        return slices
-
-    def placement(self, workers: int, replicas: int, stages: int) -> Placement:
+    def placement(self, scanner: Scanner, workers: int, replicas: int, stages: int) -> Placement:
         """The placement of the first replica."""
-        scanner = self.field("placement ")
-        if workers % replicas:
-            raise ParseError(f"{workers} workers are no {replicas} replicas of a pipeline", scanner.line, 1)
-        workers //= replicas
+        start = scanner.position + 1
         worker_of = scanner.numbers("the worker of a stage")
-        scanner.end()
-        if len(worker_of) != stages or max(worker_of) >= workers:
+        if (len(worker_of), (max(worker_of) + 1) * replicas) != (stages, workers):
+            each = f" in {replicas} replicas" * (replicas > 1)
             raise ParseError(
-                f"expected {stages} stages on {workers} workers, found {scanner.text!r}",
-                scanner.line,
-                len("placement ") + 1,
+                f"expected {stages} stages on {workers} workers{each}, found {scanner.text!r}", scanner.line, start
             )
-        placement = Placement(worker_of)
-        if placement.workers != workers:
-            raise ParseError(f"worker {workers - 1} holds no stage", scanner.line, len("placement ") + 1)
-        return placement
-
-    def backward(self, stages: int) -> tuple[int, ...]:
-        scanner = self.field("backward ")
-        if scanner.accept("all"):
-            numbers = tuple(range(stages))
-        elif scanner.accept("none"):
-            numbers = ()
-        else:
-            numbers = scanner.numbers("a stage number, all or none")
-        self.finish(scanner, stages, numbers)
-        return tuple(sorted(set(numbers)))
-
-    def memory(self, workers: int) -> tuple[int, ...] | None:
-        if not self.upcoming("memory unlimited"):
-            return self.by_worker("memory", workers, "a number of stage-micro-batches, or unlimited", "limits")
-        self.field("memory unlimited").end()
-        return None
-
-    def by_worker(self, name: str, workers: int, what: str, plural: str = "") -> tuple[int, ...]:
-        """A line with a number for each worker."""
-        scanner = self.field(f"{name} ")
-        numbers = scanner.numbers(what)
-        scanner.end()
-        if len(numbers) != workers:
-            raise ParseError(f"expected {workers} {plural or name}, found {len(numbers)}", scanner.line, len(name) + 2)
-        return numbers
-
-    def checkpoints(self, stages: int, chunks: int, backward: Container[int]) -> tuple[Checkpoints, ...]:
-        checkpoints: list[Checkpoints] = []
-        while self.upcoming("checkpoint "):
-            scanner = self.field("checkpoint ")
-            each = scan_checkpoints(scanner, chunks)
-            self.finish(scanner, stages, [each.stage])
-            if each.stage not in backward:
-                raise ParseError(f"stage {each.stage} has no backward", scanner.line, len("checkpoint ") + 1)
-            if checkpoints and each.stage <= checkpoints[-1].stage:
-                raise ParseError("name each stage once, in order", scanner.line, len("checkpoint ") + 1)
-            if list(each.microbatches) != sorted(set(each.microbatches)):
-                raise ParseError("name each micro-batch once, in order", scanner.line, len("checkpoint ") + 1)
-            checkpoints.append(each)
-        return tuple(checkpoints)
-
-    def edges(self, stages: int) -> tuple[Edge, ...] | None:
-        if self.upcoming("edge "):
-            edges = []
-            while self.upcoming("edge "):
-                scanner = self.field("edge ")
-                edges.append(scan_edge(scanner))
-                self.finish(scanner, stages, [end.stage for end in edges[-1].ends])
-            return tuple(edges)
-        scanner = self.field("edges ")
-        linear = scanner.accept("chain")
-        if not linear:
-            scanner.literal("none")
-        scanner.end()
-        return None if linear else ()
-
-    def added(self) -> tuple[tuple[str, ...], ...]:
-        added = []
-        while self.upcoming("added "):
-            scanner = self.field("added ")
-            values = [scanner.take(NAME, "the name of a value")]
-            while scanner.accept(" "):
-                values.append(scanner.take(NAME, "the name of a value"))
-            scanner.end()
-            added.append(tuple(values))
-        return tuple(added)
-
-    def notes(self, stages: int, replicas: int) -> tuple[int, ...]:
-        if not self.upcoming("notes "):
-            return ()
-        scanner = self.field("notes ")
-        numbers = scanner.numbers("a stage number")
-        self.finish(scanner, stages, numbers)
-        if replicas == 1:
-            raise ParseError("the program has one replica; leave this line out", scanner.line, 1)
-        return tuple(sorted(set(numbers)))
-
-    def lowered(self) -> bool:
-        scanner = self.field("communication ")
-        explicit = scanner.accept("explicit")
-        if not explicit:
-            scanner.literal("implied")
-        scanner.end()
-        return explicit
-
-    def finish(self, scanner: Scanner, stages: int, named: Iterable[int]) -> None:
-        scanner.end()
-        for stage in named:
-            if stage >= stages:
-                raise ParseError(
-                    f"there is no stage {stage} of {stages}", scanner.line, scanner.text.rfind(str(stage)) + 1
-                )
+        try:
+            return Placement(worker_of)
+        except ArgumentError as error:
+            raise ParseError(str(error), scanner.line, start) from error
 
     def order(self, worker: int) -> tuple[Instruction, ...]:
-        self.field(f"worker {worker}").end()
-        order: list[Instruction] = []
-        while self.upcoming(INDENT):
-            order.append(scan_instruction(self.field(INDENT)))
-        return tuple(order)
+        self.line(f"worker {worker}", lambda _: None)
+        return self.all(INDENT, scan_instruction)
+
+    def located(self, error: ArgumentError) -> ParseError:
+        """What is wrong with the program, at the line that it begins with, or has the first word of."""
+        said = str(error)
+        whole, word = said.partition(": ")[0], re.split(r"\W", said, maxsplit=1)[0]
+        known = [each.line for each in self.lines if each.text == whole]
+        known += [each.line for each in self.lines if each.text.split(" ")[0] == word]
+        return ParseError(said, next(iter(known), 1), len(word) + 2)
+
+
+def numbers(what: str) -> Callable[[Scanner], tuple[int, ...]]:
+    """Reads numbers."""
+    return lambda scanner: scanner.numbers(what)
+
+
+def one_of(words: Mapping[str, Any], what: str = "") -> Callable[[Scanner], Any]:
+    """Reads one of these words, which stands for a value; or numbers, if it is said ``what`` is expected."""
+
+    def scan(scanner: Scanner) -> Any:
+        for word, value in words.items():
+            if scanner.accept(word):
+                return value
+        if not what:
+            raise scanner.error(f"expected {' or '.join(map(repr, words))}")
+        return scanner.numbers(what)
+
+    return scan

@@ -4,11 +4,14 @@ The exact text of a kind of instruction is written once, as a `Form`: it prints 
 """
 
 import re
+from collections.abc import Callable
 from operator import attrgetter
 from string import Formatter
+from typing import TypeVar
 
 from pippy.drivers.plan.language.errors import ParseError
 
+Scanned = TypeVar("Scanned")
 NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # nothing here is counted in billions
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 SCHEDULE = re.compile(r"[!-~]+( [!-~]+)*")
@@ -46,11 +49,15 @@ class Scanner:
     def number(self, what: str) -> int:
         return int(self.take(NUMBER, what))
 
-    def numbers(self, what: str) -> tuple[int, ...]:
-        found = [self.number(what)]
+    def several(self, scan: Callable[[], Scanned]) -> tuple[Scanned, ...]:
+        """One thing or more, with a space between two."""
+        found = [scan()]
         while self.accept(" "):
-            found.append(self.number(what))
+            found.append(scan())
         return tuple(found)
+
+    def numbers(self, what: str) -> tuple[int, ...]:
+        return self.several(lambda: self.number(what))
 
     def accept(self, text: str) -> bool:
         if not self.text.startswith(text, self.position):
@@ -80,7 +87,7 @@ FIELDS = {
     "stage": (NUMBER, "a stage number"),
     "microbatch": (NUMBER, "a micro-batch number"),
     "to": (NUMBER, "a worker number"),
-    "of": (NUMBER, "a worker number"),
+    "worker": (NUMBER, "a worker number"),
     "source": (NUMBER, "a worker number"),
     "value": (NAME, "the name of a value"),
     "into": (NAME, "the name of a value"),
@@ -89,32 +96,36 @@ FIELDS = {
 
 
 class Form:
-    """A text with the names of an instruction's fields in braces, in their order, after a word of its own.
+    """A text with the names of an instruction's fields in braces, after a word of its own. What a field looks like says its
+    name, or the word behind that.
 
-    >>> form = Form("free {value}.{microbatch}")
+    >>> form = Form("reduce {of:sum}")
     >>> form.beginning
-    'free '
-    >>> form.scan(Scanner("x.0"))  # what follows the beginning
-    ['x', 0]
+    'reduce '
+    >>> form.scan(Scanner("emb.weight"))  # what follows the beginning
+    {'of': 'emb.weight'}
     """
 
     def __init__(self, text: str) -> None:
-        parts = [(literal, field) for literal, field, _, _ in Formatter().parse(text) if field is not None]
+        parts = [(literal, field, looks) for literal, field, looks, _ in Formatter().parse(text) if field is not None]
         self.beginning = parts[0][0]
-        self._parts = [(literal, *FIELDS[field]) for literal, field in [("", parts[0][1]), *parts[1:]]]
+        self._names = [field for _, field, _ in parts]
+        literals = ["", *(literal for literal, _, _ in parts[1:])]
+        self._parts = [(each, *FIELDS[looks or field]) for each, (_, field, looks) in zip(literals, parts)]
         self._numbers = [pattern is NUMBER for _, pattern, _ in self._parts]
         self._rest = re.compile("".join(f"{re.escape(each)}({pattern.pattern})" for each, pattern, _ in self._parts))
-        self._template = "".join(f"{literal}%s" for literal, _ in parts)
-        self._fields = attrgetter(*(field for _, field in parts))
+        self._template = "".join(f"{literal}%s" for literal, _, _ in parts)
+        self._fields = attrgetter(*self._names)
 
     def text(self, instruction: object) -> str:
         """The text of an instruction."""
         return self._template % self._fields(instruction)
 
-    def scan(self, scanner: Scanner) -> list[str | int]:
+    def scan(self, scanner: Scanner) -> dict[str, str | int]:
         """The fields of an instruction, from what follows its beginning to the end of the line."""
         found = scanner.rest(self._rest) or self._scan_parts(scanner)
-        return [int(text) if number else text for number, text in zip(self._numbers, found)]
+        fields = zip(self._names, self._numbers, found)
+        return {name: int(text) if number else text for name, number, text in fields}
 
     def _scan_parts(self, scanner: Scanner) -> list[str]:
         """The same part by part: the error says which part is wrong."""

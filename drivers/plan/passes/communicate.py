@@ -54,20 +54,19 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     MicrobatchValue,
     Op,
+    Payload,
     Receive,
-    ReceiveNotes,
+    ReceiveExchanged,
     Send,
-    SendGradients,
-    SendNotes,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.computations import check_computations
 from pippy.drivers.plan.proofs.faults import Faults
 from pippy.drivers.plan.proofs.validate import validate_exchange
 from pippy.drivers.plan.proofs.values import last_backward, last_forward
-from pippy.drivers.plan.proofs.waits import DryRun, Location, Waits, production
+from pippy.drivers.plan.proofs.waits import DryRun, Location, Places, implied_waits, production
 
-Places = Mapping[tuple[Pass, int], Location]  # where a pass of a micro-batch is computed, or waits for what it takes
 Senders = dict[int, int]  # who sends a value to each worker that needs it
 Sizes = Mapping[str, float]  # the bytes of values
 
@@ -131,20 +130,15 @@ def _leaves_often(program: Program, edge: Edge) -> bool:
 
 def _begins(program: Program, made: Places, needed: Places) -> dict[Location, int]:
     """When each computation begins if each takes one unit of time; nothing if some never do."""
-    waits: dict[Location, list[Location]] = defaultdict(list)
-    for edge in program.flow:
-        for target in () if edge.goes_on else edge.targets:
-            for chunk in range(program.chunks):
-                waits[needed[target, chunk]].append(made[edge.source, chunk])
-    all_waits: Waits = {location: tuple(sources) for location, sources in waits.items()}
-    run = DryRun(program, all_waits)
+    waits = implied_waits(program, made, needed)
+    run = DryRun(program, waits)
     if run.stuck():
         return {}
     found: dict[Location, int] = {}
     for worker, first, end in run.stretches:
         for index in range(first, end):
             before = [(worker, index - 1)] if index else []
-            ended = [found[location] + 1 for location in (*before, *all_waits.get((worker, index), ()))]
+            ended = [found[location] + 1 for location in (*before, *waits.get((worker, index), ()))]
             found[worker, index] = max(ended, default=0)
     return found
 
@@ -251,9 +245,8 @@ def add_communication(program: Program, early_recompute: bool = True, sizes: Siz
     return replace(program, orders=tuple(communication.orders()), lowered=True)
 
 
-Transfer = tuple[
-    int, int, Instruction, int
-]  # when it is sent, the rank of that, how it is received, and when it is needed
+# When it is sent, the rank of that, how it is received, and when it is needed.
+Transfer = tuple[int, int, Instruction, int]
 
 # The order of what belongs to the same computation.
 RECEIVE, HAND_ON, COMPUTE, ADD, SEND, FREE, EXCHANGE = range(7)
@@ -271,12 +264,9 @@ class Communication:
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        edges: dict[Pass, list[Edge]] = defaultdict(list)
-        for edge in program.flow:
-            edges[edge.source].append(edge)
         for worker, order in enumerate(program.computations):
             self.due[worker] += [(index, COMPUTE, compute) for index, compute in enumerate(order)]
-            self.add_transfers(worker, order, edges)
+            self.add_transfers(worker, order)
 
         self.add_sums()
         self.add_notes()
@@ -288,12 +278,12 @@ class Communication:
             due.sort(key=itemgetter(0, 1))
             yield tuple(instruction for _, _, instruction in due)
 
-    def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
+    def add_transfers(self, worker: int, order: Iterable[Compute]) -> None:
         """Send and free what this worker makes."""
         first = worker - worker % self.program.placement.workers  # the first worker of its replica
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
-            for edge in edges.get(done, ()) if done else ():
+            for edge in self.program.gives.get(done, ()) if done else ():
                 if edge.goes_on:
                     self.add_to_next_run(worker, index, edge, chunk)
                     continue
@@ -356,21 +346,21 @@ class Communication:
         owned = sorted(program.sums, key=lambda each: ends[each.owner].get(each.name, -1))
         turns = {each.name: sum(other.owner == each.owner for other in owned[:at]) for at, each in enumerate(owned)}
         for gradient_sum in owned:
-            turn = behind[gradient_sum.owner] + turns[gradient_sum.name]
+            name, owner = gradient_sum.name, gradient_sum.owner
+            turn, last = behind[owner] + turns[name], len(owned)
             for worker in program.holders(gradient_sum):
                 for instruction in sum_work(program, gradient_sum, worker):
-                    at = ends[worker][gradient_sum.name] if isinstance(instruction, SendGradients) else turn
-                    kind = instruction.kind
-                    if kind.receives_from and worker == gradient_sum.owner:
-                        source = kind.receives_from(instruction)
-                        self.channels[source, worker].append(
-                            (ends[source][gradient_sum.name], EXCHANGE, instruction, turn)
-                        )
-                    elif kind.receives_from:
-                        last = behind[worker] + len(owned)
-                        self.channels[gradient_sum.owner, worker].append((turn, EXCHANGE, instruction, last))
-                    else:
-                        self.due[worker].append((at, EXCHANGE, instruction))
+                    match instruction:
+                        case SendExchanged(Payload.GRADIENTS):
+                            self.due[worker].append((ends[worker][name], EXCHANGE, instruction))
+                        case ReceiveExchanged(Payload.GRADIENTS, source):
+                            transfer = ends[source][name], EXCHANGE, instruction, turn
+                            self.channels[source, worker].append(transfer)
+                        case ReceiveExchanged():
+                            transfer = turn, EXCHANGE, instruction, behind[worker] + last
+                            self.channels[owner, worker].append(transfer)
+                        case _:
+                            self.due[worker].append((turn, EXCHANGE, instruction))
 
     def add_notes(self) -> None:
         """Send notes as soon as they are whole. They are received behind all computations."""
@@ -378,10 +368,10 @@ class Communication:
         for worker, order in enumerate(program.computations):
             last = last_forward(order, program.noting(worker))
             for instruction in notes_work(program, worker):
-                if isinstance(instruction, SendNotes):
+                if isinstance(instruction, SendExchanged):
                     to = instruction.to
                     self.due[worker].append((last, EXCHANGE, instruction))
-                    received = (last, EXCHANGE, ReceiveNotes(worker), len(program.computations[to]))
+                    received = (last, EXCHANGE, ReceiveExchanged(Payload.NOTES, worker), len(program.computations[to]))
                     self.channels[worker, to].append(received)
 
     def ends_of_backwards(self, worker: int) -> dict[str, int]:
@@ -409,22 +399,18 @@ def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass
     return sorted(found.items())
 
 
-Move = tuple[Instruction, Instruction]  # a send, and its receive
+def exchange(what: str, payload: Payload, moves: Iterable[tuple[str | int, int, int]]) -> ExchangeProgram:
+    """The program that passes on a payload. A move has what it is of, who has it, and to whom it goes.
 
+    Each worker sends all that it has to send, and then receives.
 
-def exchange(what: str, moves: Iterable[Move]) -> ExchangeProgram:
-    """The program with these sends and receives. Each worker sends all that it has to send, and then receives.
-
-    >>> from pippy.drivers.plan.language.instructions import ReceiveState, SendState
-    >>> there, back = ((SendState(one, to=two), ReceiveState(one, source=one)) for one, two in ((0, 1), (1, 0)))
-    >>> [list(map(str, order)) for order in exchange("states", [there, back]).orders]
+    >>> [list(map(str, order)) for order in exchange("states", Payload.STATE, [(0, 0, 1), (1, 1, 0)]).orders]
     [['send state of worker 0 to 1', 'receive state of worker 1 from 1'], ['send state of worker 1 to 0', 'receive state of ...
     """
     sends, receives = defaultdict(list), defaultdict(list)
-    for send, receive in moves:
-        assert send.kind.sends_to is not None and receive.kind.receives_from is not None
-        sends[receive.kind.receives_from(receive)].append(send)
-        receives[send.kind.sends_to(send)].append(receive)
+    for of, source, to in moves:
+        sends[source].append(SendExchanged(payload, to, of))
+        receives[to].append(ReceiveExchanged(payload, source, of))
     workers = range(max([-1, *sends, *receives]) + 1)
     program = ExchangeProgram(what, tuple((*sends[worker], *receives[worker]) for worker in workers))
     validate_exchange(program)

@@ -53,8 +53,8 @@ def validate(program: Program, buffer: int | None = None) -> None:
 def validate_exchange(program: ExchangeProgram) -> None:
     """Raise one ProgramError if what workers pass on outside of a step is not received, or is waited for forever.
 
-    >>> from pippy.drivers.plan.language.instructions import SendState
-    >>> validate_exchange(ExchangeProgram("states", ((SendState(of=0, to=1),), ())))
+    >>> from pippy.drivers.plan.language.instructions import parse_instruction
+    >>> validate_exchange(ExchangeProgram("states", ((parse_instruction("send state of worker 0 to 1"),), ())))
     Traceback (most recent call last):
     pippy.drivers.plan.language.errors.ProgramError: program states cannot run: 1 fault
     - worker 0, send state of worker 0 to 1: is never received by worker 1

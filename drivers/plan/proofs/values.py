@@ -5,28 +5,29 @@ A worker that has received a value may hand it on to another that needs it, befo
 What workers exchange beside the edges of a program: each does its part once, when what it gives is there.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable
 
-from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
+from pippy.drivers.plan.language.edges import Edge, produced_by
 from pippy.drivers.plan.language.exchanges import notes_work, stages_with_gradients, sum_work
 from pippy.drivers.plan.language.instructions import (
     Add,
     Compute,
-    Exchange,
     Free,
     Instruction,
+    InstructionKey,
     MicrobatchValue,
     Op,
+    Payload,
     Reduce,
-    SendGradients,
-    SendNotes,
-    SendSum,
+    SendExchanged,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 
 Due = dict[Instruction, int]  # each is not to come before the instruction with this index
+_SEND_GRADIENTS: InstructionKey = SendExchanged, Payload.GRADIENTS
+_SEND_SUM: InstructionKey = SendExchanged, Payload.SUM
 
 
 def check_exchanges(program: Program, worker: int, faults: Faults) -> None:
@@ -60,24 +61,24 @@ def due_of_sums(program: Program, worker: int) -> Due:
         for at, instruction in enumerate(work):
             before = max((places.get(other, -1) for other in work[:at]), default=-1)
             due[instruction] = max(
-                backward if isinstance(instruction, SendGradients | Reduce) else -1,
-                before if isinstance(instruction, Reduce | SendSum) else -1,
+                backward if instruction.key in (_SEND_GRADIENTS, Reduce) else -1,
+                before if instruction.key in (Reduce, _SEND_SUM) else -1,
             )
     return due
 
 
 def due_of_notes(program: Program, worker: int) -> Due:
     last = last_forward(program.orders[worker], program.noting(worker))
-    return {each: last if isinstance(each, SendNotes) else -1 for each in notes_work(program, worker)}
+    return {each: last if isinstance(each, SendExchanged) else -1 for each in notes_work(program, worker)}
 
 
 def why_stray(program: Program, instruction: Instruction) -> str:
     """Why an instruction of an exchange is none of this worker's."""
     if not instruction.kind.exchange.in_steps:  # type: ignore[union-attr]
         return "is in no step: workers do it in a program of its own"
-    if instruction.kind.exchange == Exchange.NOTES:
+    if instruction.kind.exchange == Payload.NOTES:
         return "these workers have no notes of batch norms to tell each other"
-    name = instruction.sum  # type: ignore[attr-defined]
+    name = instruction.of  # type: ignore[attr-defined]
     known = next((each for each in program.sums if each.name == name), None)
     return f"the program has no sum {name}" if known is None else f"does not belong to the sum of {known}"
 
@@ -133,15 +134,9 @@ class WorkerValues:
         self.held: set[MicrobatchValue] = set()
         self.gone: set[MicrobatchValue] = set()
         self.first_use: dict[MicrobatchValue, Compute] = {}
-        self.made: dict[Pass, list[str]] = defaultdict(list)
-        self.used: dict[Pass, list[str]] = defaultdict(list)
         self.left: set[MicrobatchValue] = set()  # what this worker keeps for its own next run
         self.unsent: Counter[tuple[MicrobatchValue, int]] = Counter()  # what it has to send to the next run of others
         for edge in program.flow:
-            self.made[edge.source].append(edge.value)
-            taken = edge.value not in program.sum_of and (program.continues or not edge.goes_on)
-            for target in edge.targets if taken else ():
-                self.used[target].append(edge.value)
             if edge.goes_on and self.ends[edge.value][0] == worker:
                 values = [(edge.value, chunk) for chunk in range(program.chunks)]
                 self.unsent.update((value, to) for value in values for to in self.ends[edge.value][1])
@@ -200,12 +195,16 @@ class WorkerValues:
         done = produced_by(compute)
         if done is None:
             return []
-        used = [(value, compute.microbatch) for value in self.used.get(done, ())]
+        used = [(edge.value, compute.microbatch) for edge in self.program.takes.get(done, ()) if self.is_used(edge)]
         problems = [problem for held in used for problem in (*self.absent(held), *self.not_whole(held))]
         for held in used:
             self.first_use.setdefault(held, compute)
-        self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
+        self.held.update((edge.value, compute.microbatch) for edge in self.program.gives.get(done, ()))
         return problems
+
+    def is_used(self, edge: Edge) -> bool:
+        """Whether passes take the value itself: of gradients, the sum; and what goes on, in the next run."""
+        return edge.value not in self.program.sum_of and (self.program.continues or not edge.goes_on)
 
     def absent(self, held: MicrobatchValue) -> list[str]:
         if held in self.held:

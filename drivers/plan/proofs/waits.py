@@ -15,6 +15,7 @@ from pippy.drivers.plan.proofs.faults import Faults
 
 Location = tuple[int, int]  # a worker and an index into its order
 Waits = dict[Location, tuple[Location, ...]]
+Places = Mapping[tuple[Pass, int], Location]  # where a pass of a micro-batch is computed, or waits for what it takes
 Channel = tuple[int, int]  # from a worker to a worker
 ChannelOrder = list[tuple[tuple[str, int], int]]  # values, their micro-batches, and where in the worker's order
 
@@ -34,18 +35,18 @@ def production(program: Program) -> dict[tuple[Pass, int], Location]:
     return places
 
 
-def implied_waits(program: Program) -> Waits:
-    """The waits of a program that only orders computations: each waits for those that make its inputs."""
-    places = production(program)
-    inputs: dict[Pass, list[Pass]] = defaultdict(list)
-    for edge in program.flow:
-        for target in () if edge.goes_on else edge.targets:
-            inputs[target].append(edge.source)
-    waits: Waits = {}
-    for (done, chunk), location in places.items():
-        sources = tuple(places[source, chunk] for source in inputs.get(done, ()) if (source, chunk) in places)
-        if sources:
-            waits[location] = sources
+def implied_waits(program: Program, made: Places | None = None, needed: Places | None = None) -> Waits:
+    """The waits of a program that only orders computations: each waits for those that make its inputs.
+
+    Without the places where values are ``made``, and waited for, these are those of the computations.
+    """
+    made = made or production(program)
+    waits: dict[Location, tuple[Location, ...]] = {}
+    for (done, chunk), location in (needed or made).items():
+        sources = (edge.source for edge in program.takes.get(done, ()) if not edge.goes_on)
+        found = tuple(made[source, chunk] for source in sources if (source, chunk) in made)
+        if found:
+            waits[location] = (*waits.get(location, ()), *found)
     return waits
 
 

@@ -203,7 +203,7 @@ class ParameterShares:
 
     def awaited(self, receive: Any) -> list[int]:
         """The numbers of the buckets of a sum."""
-        return [at for at, (sum, _) in self.held.items() if sum == receive.sum]
+        return [at for at, (sum, _) in self.held.items() if sum == receive.of]
 
     @torch.no_grad()
     def take(self, number: int, value: list[torch.Tensor]) -> None:

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.plan.language.instructions import Add, Compute, Instruction, Receive, Send, SendGradients, SendNotes
+from pippy.drivers.plan.language.instructions import (
+    Add,
+    Compute,
+    Instruction,
+    Payload,
+    Receive,
+    Send,
+    SendExchanged,
+)
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
@@ -49,8 +57,8 @@ class Recorder:
         self.sizes: dict[int, int] = {}
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
         self.order = order
-        early = SendGradients | SendNotes
-        self.tail = {at for at, each in enumerate(order) if each.kind.exchange and not isinstance(each, early)}
+        early = (SendExchanged, Payload.GRADIENTS), (SendExchanged, Payload.NOTES)
+        self.tail = {at for at, each in enumerate(order) if each.kind.exchange and each.key not in early}
         self.adds_up = False
         self.held: HeldMemory | None = None
         self.plain: Sequence[BoundCall] = ()

@@ -184,23 +184,6 @@ def test_a_limit_that_nothing_keeps_is_refused_before_anything_is_sent(threads):
         assert torch.isfinite(driver.run(4, x, x))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_live": 1, "world_size": 2}, "max_live=1 leaves worker 0 no room"),
-        ({"max_live": 0}, "max_live=0: give how many stage-micro-batches"),
-        ({"costs": Costs()}, "costs=.*schedule='auto' takes memory, max_live, memory_limit and placement"),
-        ({"single_loss": True}, "single_loss=True needs all forwards before the loss"),
-        ({"schedule": "1f1b", "memory_limit": 7}, "memory_limit=7 limits the choice of schedule='auto'"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_sent(threads, options, words):
-    before = list(threads.session.counts)
-    with pytest.raises(DriverError, match=words):
-        PipelineDriver(pipeline(Chain(4), nn.MSELoss()), threads, **{"schedule": "auto", **options})
-    assert threads.session.counts == before
-
-
 def test_each_number_of_micro_batches_is_measured_once(threads):
     driver = PipelineDriver(pipeline(Chain(3), nn.MSELoss()), threads, schedule="auto")
     x = torch.randn(8, 8)

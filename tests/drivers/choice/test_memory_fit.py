@@ -157,9 +157,7 @@ def test_a_mode_that_is_given_stays(threads, pipe, x):
     ("options", "words"),
     [
         ({"memory": "12"}, "memory='12': it has no unit"),
-        ({"memory": "12 Gi"}, "memory='12 Gi': give bytes"),
         ({"memory": ["1GiB"]}, r"memory=\['1GiB'\] has 1 sizes for 2 workers"),
-        ({"memory": {0: "1GiB"}}, "give a size for each worker, 0 to 1"),
         (
             {"memory": "1GiB", "memory_limit": 7},
             "memory= already includes the activations that memory_limit= limits; leave memory_limit out",
@@ -170,10 +168,14 @@ def test_a_mode_that_is_given_stays(threads, pipe, x):
             "memory_limit='1GiB' and out_of_order=True .* leave one of them out",
         ),
         ({"memory_limit": "12 Gi"}, "memory_limit='12 Gi': give bytes"),
-        ({"memory_limit": -1}, "memory_limit=-1: give bytes"),
         ({"memory_limit": [1, 2, 3]}, r"memory_limit=\[1, 2, 3\] has 3 sizes for 2 workers"),
-        ({"memory": "1GiB", "costs": Costs()}, "schedule='auto' takes memory, max_live, memory_limit and placement"),
         ({"memory": "1GiB", "schedule": "1f1b"}, "memory='1GiB' limits the choice of schedule='auto'"),
+        ({"memory_limit": 7, "schedule": "1f1b"}, "memory_limit=7 limits the choice of schedule='auto'"),
+        ({"max_live": 1, "world_size": 1}, "max_live=1 leaves worker 0 no room"),
+        ({"max_live": [1, 2, 3]}, r"max_live=\[1, 2, 3\] has 3 limits for 2 workers; give one, or one each"),
+        ({"max_live": 0}, "max_live=0: give how many stage-micro-batches"),
+        ({"costs": Costs()}, "costs=.*schedule='auto' takes memory, max_live, memory_limit and placement"),
+        ({"single_loss": True}, "single_loss=True needs all forwards before the loss"),
     ],
 )
 def test_bad_limits_are_refused_before_anything_is_sent(threads, pipe, options, words):

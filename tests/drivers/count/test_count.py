@@ -19,7 +19,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError
-from pippy.drivers.plan.language.instructions import ReceiveGradients, SendGradients
+from pippy.drivers.plan.language.instructions import parse_instruction
 from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.drivers.worker.measure.recorder import Recorder
@@ -272,7 +272,8 @@ def test_what_autocast_casts_is_counted(threads):
 def test_copies_that_wait_for_their_receiver_are_the_transports():
     """How long they live depends on when the other worker takes them: the gradients of replicated parameters, too."""
     here, _ = in_process(2)
-    recorder = Recorder([SendGradients("w", 1), ReceiveGradients("w", 1)], range(2), here, torch.device("cpu"))
+    order = [parse_instruction(f"{text} 1") for text in ("send gradients of w to", "receive gradients of w from")]
+    recorder = Recorder(order, range(2), here, torch.device("cpu"))
     gradient, other, key, found = torch.ones(100), torch.ones(100), (0, 0, 0), []
     step = SimpleNamespace(transport=here)
 

@@ -31,26 +31,9 @@ def test_the_grid_of_4_workers_and_8_micro_batches(name):
     assert render_text(program) + "\n" == (GRIDS / f"{name}.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "stages_per_worker", "of_4", "of_8"),
-    [
-        ("fill_drain", 1, 33, 69),
-        ("1f1b", 1, 33, 69),
-        ("eager_1f1b", 1, 33, 69),
-        ("interleaved_1f1b", 2, 28.5, 58.5),
-        ("interleaved_1f1b", 4, 26.25, 53.25),
-        ("looped_bfs", 2, 28.5, 58.5),
-        ("zb_h1", 1, 27, 55),
-        ("zb_h2", 1, 27, 55),
-        ("zb_v", 2, 25.5, 51.5),
-        ("v_half", 2, 26.5, 56.5),
-        ("v_min", 2, 29.5, 59.5),
-        ("dualpipe_v", 2, 25.5, 51.5),
-    ],
-)
-def test_makespans_in_units_of_one_devices_forward(name, stages_per_worker, of_4, of_8):
-    assert simulate(make_schedule(name, workers=4, chunks=8, stages_per_worker=stages_per_worker)).makespan == of_4
-    assert simulate(make_schedule(name, workers=8, chunks=16, stages_per_worker=stages_per_worker)).makespan == of_8
+def test_makespans_of_dualpipe_v_in_units_of_one_devices_forward():
+    """Those of the others follow from how long they idle, below."""
+    assert [simulate(make_schedule("dualpipe_v", workers=p, chunks=2 * p)).makespan for p in (4, 8)] == [25.5, 51.5]
 
 
 COSTS = [
@@ -146,18 +129,6 @@ def test_peaks(p, m):
     assert peaks("v_min") == (min(2 * m, 2 * ((p + 4) // 3)),) * p
     assert peaks("dualpipe_v") == (min(2 * m, 2 * p + 1),) * p
     assert peaks("forward_only") == (1,) * p
-
-
-def test_warm_up_of_eager_1f1b():
-    program = make_schedule("eager_1f1b", workers=4, chunks=6)
-    warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
-    assert warm_up == [6, 5, 3, 1]
-
-
-def test_warm_up_of_1f1b_is_bounded_by_the_stage():
-    program = make_schedule("1f1b", workers=4, chunks=3)
-    warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
-    assert warm_up == [3, 3, 2, 1]
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8])

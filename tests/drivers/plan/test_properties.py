@@ -14,24 +14,12 @@ from hypothesis import strategies as st
 
 from pippy.drivers.plan import Costs, add_communication, make_schedule, parse_program, simulate_with, validate
 from pippy.drivers.plan.language.errors import ArgumentError, PlacementError, ProgramError
-from pippy.drivers.plan.language.instructions import (
-    Add,
-    Compute,
-    Free,
-    Instruction,
-    Op,
-    Receive,
-    ReceiveNotes,
-    Reduce,
-    Send,
-    SendNotes,
-)
+from pippy.drivers.plan.language.instructions import Compute, Free, Instruction, Op, Payload, Receive, Send
 from pippy.drivers.plan.language.placement import make_placement
 from pippy.drivers.plan.language.program import Program, peak_live
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.rewrites import Checkpoint
-from tests.drivers.plan.graphs import on_random_hosts, with_random_graph
-from tests.drivers.plan.symbolic import outcome
+from tests.drivers.plan.graphs import on_random_hosts, outcome, with_random_graph
 
 NAMED = [name for name in REGISTRY if name != "list"]
 cost = st.floats(0, 8, allow_nan=False).map(lambda number: round(number * 4) / 4)  # sums of quarters are exact
@@ -268,40 +256,16 @@ def swap(rng: random.Random, orders: Orders, program: Program) -> None:
 
 
 def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
+    """Another operation, place, value, worker, sum or payload in an instruction."""
     order, index = pick(rng, orders)
     chunk, stage, worker = (rng.randrange(n + 1) for n in (program.chunks, program.stages, program.workers))
     value = rng.choice([*(edge.value for edge in program.flow), "unknown"])
-    match order[index]:
-        case Compute() as old:
-            changes: list[Instruction] = [
-                replace(old, op=rng.choice(list(Op))),
-                replace(old, stage=stage),
-                replace(old, microbatch=chunk),
-            ]
-        case Send() as send:
-            changes = [replace(send, value=value), replace(send, microbatch=chunk), replace(send, to=worker)]
-        case Receive() as receive:
-            changes = [
-                replace(receive, value=value),
-                replace(receive, microbatch=chunk),
-                replace(receive, source=worker),
-            ]
-        case Free() as free:
-            changes = [replace(free, value=value), replace(free, microbatch=chunk)]
-        case Add() as add:
-            changes = [replace(add, value=value), replace(add, microbatch=chunk), replace(add, into=value)]
-        case SendNotes():
-            changes = [SendNotes(worker), ReceiveNotes(worker)]
-        case ReceiveNotes():
-            changes = [ReceiveNotes(worker), SendNotes(worker)]
-        case old:
-            assert old.kind.adds_up
-            names = [each.name for each in program.sums]
-            given: dict[str, Any] = {each.name: getattr(old, each.name) for each in fields(old)}  # type: ignore[arg-type]
-            moved = {**given, **{name: worker for name in given if name != "sum"}}
-            changes = [Reduce(rng.choice(names)), type(old)(**moved)]
-            changes += [type(old)(**{**given, "sum": rng.choice([*names, "unknown"])})]
-    order[index] = rng.choice(changes)
+    others = {"stage": stage, "microbatch": chunk, "value": value, "into": value, "to": worker, "source": worker}
+    others |= {"of": rng.choice([*(each.name for each in program.sums), "unknown"])}
+    others |= {"op": rng.choice(list(Op)), "payload": rng.choice(list(Payload))}
+    old: Any = order[index]
+    field = rng.choice([each.name for each in fields(old)])
+    order[index] = replace(old, **{field: others[field]})
 
 
 MUTATIONS: list[Callable[[random.Random, Orders, Program], None]] = [

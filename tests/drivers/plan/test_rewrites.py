@@ -18,13 +18,12 @@ from pippy.drivers.plan import (
     simulate_with,
     validate,
 )
-from pippy.drivers.plan.language.edges import Checkpoints
-from pippy.drivers.plan.language.errors import ArgumentError, ParseError, PlacementError, ProgramError
+from pippy.drivers.plan.language.errors import ArgumentError, PlacementError
 from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.orders.schedule import B, F, I, R, W
-from tests.drivers.plan.graphs import build, edges, with_random_graph
+from tests.drivers.plan.graphs import edges, with_random_graph
 from tests.drivers.plan.test_properties import placements
 
 SIZES = [(1, 1), (1, 5), (2, 3), (3, 3), (4, 8), (5, 2)]
@@ -117,28 +116,6 @@ def test_the_recompute_has_a_cost_of_its_own():
     assert simulate_with(program, Costs(forward=2.0, recompute=[1.0])).makespan == 10
 
 
-FAULTS = {
-    "F0.0, F0.1, B0.0, R0.1, B0.1": "B0.0: comes before R0.0",
-    "F0.0, F0.1, R0.0, R0.0, B0.0, R0.1, B0.1": "R0.0: is computed twice",
-    "F0.0, F0.1, B0.0, R0.0, R0.1, B0.1": "R0.0: is computed in B0.0 already",
-    "F0.0, R0.1, F0.1, R0.0, B0.0, B0.1": "R0.1: comes before F0.1",
-    "F0.0, F0.1, R0.0, B0.0, R0.1, I0.1, R0.1, W0.1": "R0.1: is computed in I0.1 already",
-}
-
-
-@pytest.mark.parametrize("orders", FAULTS)
-def test_a_recompute_that_is_missing_or_misplaced_is_refused(orders):
-    program = build(orders, (0,), chunks=2, checkpoints=(Checkpoints(0, (0, 1)),))
-    with pytest.raises(ProgramError) as caught:
-        validate(program)
-    assert FAULTS[orders] in str(caught.value)
-
-
-def test_a_recompute_of_what_is_kept_is_refused():
-    with pytest.raises(ProgramError, match=r"R0\.1: has nothing to compute again: F0\.1 keeps what the backward needs"):
-        validate(build("F0.0, F0.1, R0.0, B0.0, R0.1, B0.1", (0,), chunks=2, checkpoints=(Checkpoints(0, (0,)),)))
-
-
 def test_backwards_that_a_graph_has_not_take_their_recompute_with_them():
     program = make_schedule("1f1b", workers=2, chunks=2, checkpoint="always").for_graph(edges("x F0 -> F1"), [1])
     assert [{each.op for each in order} for order in program.computations] == [{F}, {F, R, B}]
@@ -174,44 +151,6 @@ def test_a_program_that_says_it_already_is_not_changed():
     for program in (lowered, again):
         with pytest.raises(ArgumentError, match=r"leave checkpoint out to run it as it is"):
             add_recompute(program, "always")
-
-
-TEXT = str(make_schedule("fill_drain", workers=2, chunks=5, checkpoint={0: "always", 1: "except_last"}))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "column", "message"),
-    [
-        ("checkpoint 0 0-4", "checkpoint 0 0-5", 17, "there is no micro-batch 5 of 5"),
-        ("checkpoint 0 0-4", "checkpoint 0", 13, "expected a micro-batch number"),
-        ("checkpoint 0 0-4", "checkpoint 0 0-1 2-4", 16, "write this line as 'checkpoint 0 0-4'"),
-        ("checkpoint 0 0-4", "checkpoint 0 3 1", 12, "name each micro-batch once, in order"),
-        ("checkpoint 0 0-4", "checkpoint 2 0-4", 12, "there is no stage 2 of 2"),
-        ("checkpoint 0 0-4", "checkpoint 1 0-4", 12, "name each stage once, in order"),
-        ("backward all", "backward 1", 12, "stage 0 has no backward"),
-    ],
-)
-def test_a_line_of_checkpoints_misspelt(old, new, column, message):
-    assert "checkpoint 0 0-4\ncheckpoint 1 0-3\n" in TEXT
-    with pytest.raises(ParseError) as caught:
-        parse_program(TEXT.replace(old, new, 1))
-    assert message in str(caught.value)
-    assert caught.value.column == column
-
-
-@pytest.mark.parametrize(
-    ("checkpoints", "message"),
-    [
-        ((Checkpoints(0, ()),), "must name at least one micro-batch"),
-        ((Checkpoints(0, (1, 0)),), "each once, in order"),
-        ((Checkpoints(0, (0, 2)),), "the program has micro-batches 0 to 1"),
-        ((Checkpoints(1, (0,)),), "stage 1 has no backward"),
-        ((Checkpoints(0, (0,)), Checkpoints(0, (1,))), "must name each stage once"),
-    ],
-)
-def test_checkpoints_that_mean_nothing_are_refused(checkpoints, message):
-    with pytest.raises(ArgumentError, match=message):
-        build("F0.0, F0.1, R0.0, B0.0, B0.1", (0,), chunks=2, checkpoints=checkpoints)
 
 
 # Slices of sequences as micro-batches: the order of every schedule, what must hold for it, and how it is written.
@@ -297,31 +236,6 @@ def test_recompute_goes_with_slices(checkpoint):
     assert program == add_recompute(make_schedule("1f1b", workers=2, chunks=2, slices=3), checkpoint)
 
 
-def exchanged(program: Program, one: str, other: str) -> Program:
-    """The program with two computations in each other's places."""
-    swap = {one: other, other: one}
-    texts = [f"  {swap.get(line.strip(), line.strip())}" if line.startswith("  ") else line for line in program.lines()]
-    return parse_program("".join(f"{line}\n" for line in texts))
-
-
-def test_a_slice_before_the_one_that_it_reads_is_a_fault():
-    program = make_schedule("fill_drain", workers=1, chunks=2, slices=2)
-    validate(program)
-    reads = "worker 0, F0.1: comes before F0.0, whose keys and values it reads"
-    with pytest.raises(ProgramError, match=reads):
-        validate(exchanged(program, "F0.0", "F0.1"))
-    gives = "worker 0, B0.2: comes before B0.3, which gives gradients of its keys and values"
-    with pytest.raises(ProgramError, match=gives):
-        validate(exchanged(program, "B0.2", "B0.3"))
-    validate(exchanged(program, "F0.1", "F0.2"))  # another row's
-
-
-def test_halves_of_backwards_are_held_to_the_same():
-    program = make_schedule("zb_h1", workers=2, chunks=2, slices=2)
-    with pytest.raises(ProgramError, match=r"worker 1, I1\.0: comes before I1\.1, which gives gradients of its keys"):
-        validate(exchanged(program, "I1.0", "I1.1"))
-
-
 def test_replicas_share_rows_and_not_slices():
     program = make_schedule("1f1b", workers=1, chunks=3, slices=4, replicas=2)
     assert program.shares == (range(8), range(8, 12))
@@ -332,9 +246,3 @@ def test_wrong_numbers_of_slices_are_refused():
         make_schedule("1f1b", workers=1, chunks=2, slices=0)
     with pytest.raises(ArgumentError, match=r"chunks=1 for 2 replicas"):
         make_schedule("1f1b", workers=1, chunks=1, slices=4, replicas=2)
-    text = str(make_schedule("1f1b", workers=1, chunks=2, slices=2))
-    with pytest.raises(ParseError, match="line 6, column 8: 4 chunks are no rows of 3 slices"):
-        parse_program(text.replace("slices 2", "slices 3"))
-    with pytest.raises(ArgumentError, match="chunks=4 for 3 slices of each sequence"):
-        program = parse_program(text)
-        Program(program.schedule, program.placement, 4, program.orders, program.backward, slices=3)

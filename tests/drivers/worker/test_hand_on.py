@@ -26,7 +26,7 @@ from pippy.drivers.report import tables
 from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.ir.run.stage_backward import add_gradients
-from tests.drivers.lowering.test_hand_on import handed_on
+from tests.drivers.lowering.test_transfers import handed_on
 from tests.drivers.thread_cluster import as_on_hosts, thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
