@@ -10,6 +10,7 @@ from torch import nn
 
 import pippy
 from pippy import PipelineDriver1F1B, local_cluster
+from tests.drivers.processes import close_open_cluster
 from tests.drivers.watched_worker import FOLDER, noting_calls
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/changing.md"
@@ -30,6 +31,7 @@ class Two(nn.Module):
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
     """The calls of the third step, by process: of the script, worker0 and worker1."""
+    close_open_cluster()
     folder = tmp_path_factory.mktemp("calls")
     os.environ[FOLDER] = str(folder)
     noted = []
