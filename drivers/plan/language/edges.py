@@ -114,7 +114,7 @@ def produced_by(compute: Compute) -> Pass | None:
     return None if phase is None else Pass(phase, compute.stage)
 
 
-def edges_by_pass(ends: Iterable[tuple[Pass, Edge]]) -> dict[Pass, list[Edge]]:
+def by_end(ends: Iterable[tuple[Pass, Edge]]) -> dict[Pass, list[Edge]]:
     """The edges of each pass."""
     found: dict[Pass, list[Edge]] = {}
     for end, edge in ends:

@@ -8,16 +8,7 @@ from itertools import chain as chain_of
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pippy.drivers.plan.language.edges import (
-    Checkpoints,
-    Edge,
-    GradientSum,
-    Pass,
-    Replicated,
-    chain,
-    edges_by_pass,
-    shares,
-)
+from pippy.drivers.plan.language.edges import Checkpoints, Edge, GradientSum, Pass, Replicated, by_end, chain, shares
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.drivers.plan.language.placement import Placement, is_count, require_count
@@ -291,12 +282,12 @@ class Program(Drawn):
     @cached_property
     def gives(self) -> dict[Pass, list[Edge]]:
         """The edges from each pass that makes a value."""
-        return edges_by_pass((edge.source, edge) for edge in self.flow)
+        return by_end((edge.source, edge) for edge in self.flow)
 
     @cached_property
     def takes(self) -> dict[Pass, list[Edge]]:
         """The edges to each pass that needs a value."""
-        return edges_by_pass((target, edge) for edge in self.flow for target in edge.targets)
+        return by_end((target, edge) for edge in self.flow for target in edge.targets)
 
     @cached_property
     def going_on(self) -> frozenset[str]:

@@ -20,15 +20,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.plan.language.instructions import (
-    Add,
-    Compute,
-    Instruction,
-    Payload,
-    Receive,
-    Send,
-    SendExchanged,
-)
+from pippy.drivers.plan.language.instructions import Add, Compute, Instruction, Payload, Receive, Send, SendExchanged
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey

@@ -57,6 +57,8 @@ SENT = [  # a value of stage 0 for stage 1
     "F0.0 / free x.0 / send x.0 to 1 ← needs x.0, which was freed | receive x.0 from 0 / F1.0 / free x.0",
     "F0.0 / send x.0 to 1 / free x.0 / free x.0 ← needs x.0, which was freed | receive x.0 from 0 / F1.0 / free x.0",
     "F0.0 / send x.0 to 1 / free x.0 | receive x.0 from 0 / F1.0 / ← x.0 is never freed",
+    "F0.0 / send x.0 to 1 / send x.0 to 1 / free x.0 | "
+    "receive x.0 from 0 / F1.0 / free x.0 / receive x.0 from 0 ← was received before",
     "F0.0 / send x.0 to 1 / send y.0 to 1 ← no edge of the program is called y | "
     "receive x.0 from 0 / receive y.0 from 0 ← no edge of the program is called y / F1.0",
     "F0.0 / send x.0 to 1 / send x.0 to 7 ← x is not needed on worker 7; 1 needs it ← is never received by worker 7 | "
@@ -91,6 +93,9 @@ ADDED_UP = [  # gradients of two copies
     f"{BEGUN} / reduce emb.weight ← comes before receive gradients of emb.weight from 1 / "
     f"receive gradients of emb.weight from 1 / send sum of emb.weight to 1 | {OTHER}",
     f"{BEGUN} / {THERE} / reduce emb.weight ← comes twice | {OTHER}",
+    f"{BEGUN} / {THERE} | F1.0 / {HERE.replace(' /', ' ← comes before B1.0 / B1.0 /', 1)}",
+    f"{BEGUN} / receive gradients of emb.weight from 1 / "
+    f"send sum of emb.weight to 1 ← comes before reduce emb.weight / reduce emb.weight | {OTHER}",
     f"{BEGUN} / {THERE} / reduce other ← the program has no sum other | {OTHER}",
     f"{BEGUN} / {THERE} | {OTHER} / reduce emb.weight ← does not belong to the sum of emb.weight on worker 0",
 ]
