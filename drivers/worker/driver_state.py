@@ -135,7 +135,7 @@ class DriverState:
         self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
         self.kept = KeptStates(index, self.snapshots, partial(self._exchange, transport.on_host))
-        self.step_buffers = StepBuffers(self.modules)
+        self.step_buffers = StepBuffers(self.model_graphs.modules)
         hold = partial(self.snapshots.hold, random=not shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
         self.profiler = WorkerProfiler(device)
@@ -225,7 +225,8 @@ class DriverState:
             self.sums = made  # a trial has one replica of the pipeline only
 
     def _add_graph(self, add: AddGraph, number: int) -> None:
-        self.step_buffers.add(self.model_graphs.add(add))
+        self.model_graphs.add(add)
+        self.step_buffers.find()
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)

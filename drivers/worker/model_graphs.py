@@ -28,15 +28,14 @@ class ModelGraphs:
         self.modules: dict[int, GraphStages] = {0: modules}
         self.constant: dict[int, Mapping[str, Sequence[str]]] = {0: constant}
 
-    def add(self, add: AddGraph) -> GraphStages:
-        """Make the stages of another graph, and return them."""
+    def add(self, add: AddGraph) -> None:
+        """Make the stages of another graph, in place of those that had its number."""
         made: dict[str, nn.Module] = unpickle(add.modules, self.part)
         for module in made.values():
             module.to(self.device)
             if self.device.type == "cuda":
                 draw_from_torch(module)
         self.modules[add.graph], self.constant[add.graph] = made, add.constant
-        return made
 
     def part(self, place: TensorLocation) -> Any:
         """The tensor or module at a place in the first graph's stages."""
