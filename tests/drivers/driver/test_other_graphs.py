@@ -333,8 +333,11 @@ def test_the_number_of_a_graph_that_is_used_again_holds_the_latest_stages_alone(
         driver.run(2, *batch(2)[0], batch(2)[2])
         assert len(driver.graphs) == 2
     assert [len(each.stages) for each in noted] == [2, 2]
-    (steps,) = (each for its in noted for found in its.changing.values() for each in found)
-    assert steps.name == "steps" and len(steps.owners) == 2, "in the stage of either graph"
+    (its,) = (each for each in noted if each.changing)
+    ((call, (steps,)),) = its.changing.items()
+    owners = [dict(stages[call].named_modules()).values() for stages in its.stages.values()]
+    assert steps.name == "steps" and len(steps.owners) == 2
+    assert all(any(module is each for each in own) for (module, _), own in zip(steps.owners, owners))
 
 
 def test_a_step_that_runs_again_draws_what_it_would_have_drawn(threads):
