@@ -5,16 +5,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-Result = TypeVar("Result")
+WorkResult = TypeVar("WorkResult")
 
 
-def beside(work: Callable[[], Result], name: str, daemon: bool = True) -> Future[Result]:
+def beside(work: Callable[[], WorkResult], name: str, daemon: bool = True) -> Future[WorkResult]:
     """Begin to do work on a thread of its own, with this name. The future has what the work gives, or raises.
 
     >>> beside(lambda: 2 + 2, "adds up").result()
     4
     """
-    future: Future[Result] = Future()
+    future: Future[WorkResult] = Future()
 
     def run() -> None:
         try:

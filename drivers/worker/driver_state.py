@@ -71,14 +71,13 @@ from pippy.drivers.worker.gradients.gradients import Gradients, norm
 from pippy.drivers.worker.gradients.hooks import ParameterHooks, hooks_hold_the_same
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
-from pippy.drivers.worker.measure.calls import SeenCalls
-from pippy.drivers.worker.measure.output_probe import OutputProbe
+from pippy.drivers.worker.measure.calls import OutputProbe, SeenCalls
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.drivers.worker.model_graphs import ModelGraphs, made_stages
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.initialization import initialize
-from pippy.drivers.worker.state.stores import Disk, Kept, Neighbours, Snapshots
+from pippy.drivers.worker.state.stores import CopiesOfPoints, Disk, NeighbourCopies, Snapshots
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials, normalizes_by_batches
 from pippy.ir.base.trees import map_tensors, tensors
@@ -107,7 +106,7 @@ class DriverState:
         given_up: Callable[[], bool] = lambda: False,
         copies: DeviceCopies | None = None,
         shares_process: bool = False,
-        kept: Kept | None = None,
+        kept: CopiesOfPoints | None = None,
     ) -> None:
         self.given_up, self.index, self.shares_process = given_up, index, shares_process
         self.transport, self.device, self.constant = transport, device, load.constant
@@ -132,7 +131,7 @@ class DriverState:
         self.disk = Disk(self.snapshots, given_up)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
         exchange = partial(self._exchange, transport.on_host)
-        self.neighbours = Neighbours(index, self.snapshots, exchange, kept)
+        self.neighbours = NeighbourCopies(index, self.snapshots, exchange, kept)
         self.step_buffers = StepBuffers(self.model_graphs.modules)
         hold = partial(self.snapshots.hold, random=not shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)

@@ -1,7 +1,7 @@
 """What a worker holds for one driver, taken and put in place: parameters, buffers, states of optimizers, random numbers.
 
 snapshot ──▶ the files of a checkpoint      Disk                                  ──▶ restore
-         ──▶ a neighbour                    Neighbours                            ──▶
+         ──▶ a neighbour                    NeighbourCopies                       ──▶
          ──▶ the controller                 GiveState and RestoreState            ──▶
 
 hold     ──▶ the worker itself              while something is tried: HoldState   ──▶ put_back
@@ -284,16 +284,16 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-Kept = dict[int, dict[int, WorkerState]]  # the copies of each point, by whose they are
+CopiesOfPoints = dict[int, dict[int, WorkerState]]  # the copies of each point, by whose they are
 RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on
 
 
-class Neighbours:
+class NeighbourCopies:
     """The copies for one driver on one worker, by their points, and by whose they are. ``exchange`` runs instructions."""
 
-    def __init__(self, index: int, snapshots: Snapshots, exchange: RunExchange, kept: Kept | None) -> None:
+    def __init__(self, index: int, snapshots: Snapshots, exchange: RunExchange, kept: CopiesOfPoints | None) -> None:
         self.index, self.snapshots, self.exchange = index, snapshots, exchange
-        self.kept: Kept = {} if kept is None else kept
+        self.kept: CopiesOfPoints = {} if kept is None else kept
 
     def put(self, message: KeepState, number: int) -> None:
         """Copy what the worker holds, send the copy to a neighbour, and take another's."""
