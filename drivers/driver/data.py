@@ -82,17 +82,17 @@ class DatasetSource:
         """Whether workers make it themselves."""
         return isinstance(self.dataset, str)
 
-    def sent_dataset(self, keys: Collection[Hashable]) -> Pickled | Mapping[Hashable, Pickled] | str:
-        """What a worker is sent if it needs these columns."""
+    def message(self, keys: Collection[Hashable], sample: tuple[Any, ...]) -> AddDataset:
+        """The message to a worker that needs these columns."""
+        collate = None if self.collate in (None, default_collate) else self._pickled("collate", self.collate)
+        return AddDataset(self.number, self._sent_dataset(keys), collate, tuple(keys), sample)
+
+    def _sent_dataset(self, keys: Collection[Hashable]) -> Pickled | Mapping[Hashable, Pickled] | str:
         if self.by_name:
             return str(self.dataset)
         if self.columns is None or not keys <= self.columns.keys():  # type: ignore[operator]
             return self._pickled(None, self.dataset)
         return {key: self._pickled(("column", key), self.columns[key]) for key in keys}
-
-    def sent_collate(self) -> Pickled | None:
-        """The function that a worker is sent to put rows together."""
-        return None if self.collate in (None, default_collate) else self._pickled("collate", self.collate)
 
     def _pickled(self, key: Any, value: Any) -> Pickled:
         if key not in self._sent:
@@ -382,8 +382,7 @@ class SentDatasets:
             wanted = {rank: keys for rank, keys in wanted.items() if keys}
             new = {rank: keys | self.sent.get((number, rank), frozenset()) for rank, keys in wanted.items()}
             if any(self.sent.get((number, rank)) != keys for rank, keys in new.items()):
-                sample = next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
-                self._send(source, new, sample)
+                self._send(source, new, _sample(columns, source))
 
     @property
     def _rules(self) -> LoadingRules:
@@ -396,26 +395,13 @@ class SentDatasets:
         reader = DatasetReader({}, lambda: False, shares_process=True)
         reader.rules = self._rules
         for source in {column.dataset.number: column.dataset for column in columns}.values():
-            keys = _keys(division, source.number)
-            sample = next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
-            message = source.sent_dataset(keys), source.sent_collate(), tuple(keys), sample
-            reader.add(AddDataset(source.number, *message))
+            reader.add(source.message(_keys(division, source.number), _sample(columns, source)))
         return reader.load(division, trains)[1]
 
     def _send(self, source: DatasetSource, wanted: Mapping[int, frozenset[Hashable]], sample: tuple[Any, ...]) -> None:
-        gone = tuple(self.gone)
-        rules = pickle_by_value(self._rules)
+        rules, more = pickle_by_value(self._rules), {"gone": tuple(self.gone), "beside": source.prefetch > 0}
         bodies = {
-            rank: AddDataset(
-                source.number,
-                source.sent_dataset(keys),
-                source.sent_collate(),
-                tuple(keys),
-                sample,
-                None if rank in self.told else rules,
-                gone,
-                source.prefetch > 0,
-            )
+            rank: replace(source.message(keys, sample), rules=None if rank in self.told else rules, **more)
             for rank, keys in wanted.items()
         }
         seen = self.commands.call(bodies)
@@ -450,6 +436,11 @@ def _forget(sent: dict[tuple[int, int], Any], gone: list[int], number: int) -> N
     for key in [key for key in sent if key[0] == number]:
         del sent[key]
     gone.append(number)
+
+
+def _sample(columns: Sequence[Column], source: DatasetSource) -> tuple[Any, ...]:
+    """The row by which workers compare a dataset that they make."""
+    return next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
 
 
 def _keys(division: Division, number: int) -> frozenset[Hashable]:

@@ -4,6 +4,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial, wraps
@@ -94,6 +95,21 @@ def checked_numbers(state: Any, now: StepNumbers | None) -> StepNumbers | None:
     return StepNumbers(**state)
 
 
+def memento(owner: Any, names: Iterable[str]) -> Callable[[], None]:
+    """What gives attributes of an object, those with these names, again what they are now: as often as it is called.
+
+    >>> numbers = StepNumbers(7)
+    >>> put_back = memento(numbers, ["seed"])
+    >>> vars(numbers)["seed"] = 8
+    >>> put_back()
+    >>> numbers.seed
+    7
+    """
+
+    now = {name: copy(getattr(owner, name)) for name in names}
+    return lambda: vars(owner).update({name: copy(value) for name, value in now.items()})
+
+
 class NonFiniteGradients:
     """Follows the gradients of a driver by the names of parameters, from the step that made them until they are dropped.
 
@@ -106,6 +122,10 @@ class NonFiniteGradients:
         self.steps = self._all_dropped = 0
         self._dropped: dict[str, int] = {}
         self._names: set[str] = set()
+
+    def memento(self) -> Callable[[], None]:
+        """What puts back what is known now."""
+        return memento(self, ("steps", "_all_dropped", "_dropped", "_names"))
 
     def step(self, accept: AcceptAnswers) -> AcceptAnswers:
         """A step with a scaled loss is posted. Returns what accepts its answers, ``accept`` first."""
@@ -276,6 +296,11 @@ class DriverCommands:
     def replaced(self) -> list[int]:
         """The workers in whose places there are other processes, which hold nothing of the driver."""
         return [worker for worker, start in self._starts_now().items() if self.starts.get(worker) != start]
+
+    def memento(self) -> Callable[[], None]:
+        """What puts back what is known now of gradients and steps, when the workers have again what they have now."""
+        own = ("gradients", "zeroed", "has_gradients", "steps", "steps_of_last_update", "unapplied", "numbers")
+        return memento(self, own)
 
     def begin_update(self) -> None:
         """The steps since the last update do not count, and their gradients are dropped."""

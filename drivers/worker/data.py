@@ -6,8 +6,10 @@ step whose indices the controller knows, on the worker that uses them.
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from operator import attrgetter
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.batch.columns import (
     DivisionOfColumns,
@@ -191,18 +194,8 @@ class LoadingBeside:
     """Rows that are loaded on a thread of their own."""
 
     def __init__(self, dataset: OpenedDataset, indices: Sequence[Any]) -> None:
-        self.dataset, self.indices = dataset, indices
-        self._done, self._ended = threading.Event(), False
-        self._rows: dict[Hashable, Any] = {}
-        self._error: BaseException | None = None
-        threading.Thread(target=self._load, name="pippy data", daemon=True).start()
-
-    def _load(self) -> None:
-        try:
-            self._rows = self.dataset.load_beside(self.indices, self._goes_on)
-        except BaseException as error:  # it is raised where the rows are needed
-            self._error = error
-        self._done.set()
+        self.indices, self._ended = indices, False
+        self._rows = beside(partial(dataset.load_beside, indices, self._goes_on), "pippy data")
 
     def _goes_on(self) -> None:
         if self._ended:
@@ -214,11 +207,9 @@ class LoadingBeside:
 
     def result(self, goes_on: Callable[[], None]) -> dict[Hashable, Any]:
         """The rows, when they are there. ``goes_on`` is called from time to time, and may raise."""
-        while not self._done.wait(0.05):
+        while not wait([self._rows], timeout=0.05).done:
             goes_on()
-        if self._error is not None:
-            raise self._error
-        return self._rows
+        return self._rows.result()
 
 
 class _RefusesDraws(DispatchMode):
@@ -312,30 +303,11 @@ class DatasetReader:
         """What is loaded for each column, by its id, and divided; and whether that is the share of this worker only."""
         leaves = [leaf for value in division.arguments.values() for leaf in loaded_columns(value)]
         if not needs_all and division.share is not None and self._are_by_rows(leaves):
-            found = self._own(division, leaves, trains)
+            found = self._divided(division, leaves, trains, division)
             if found is not None:
                 return found, True
-        divider, rows, found = (
-            Divider(division.chunks, division.mask),
-            dict[Any, dict[Hashable, Any]](),
-            dict[int, Any](),
-        )
-        for leaf in leaves:
-            values = []
-            for batch in leaf.batches:
-                key = batch.dataset, batch.draws
-                if key not in rows:
-                    loaded = self._rows(batch)
-                    assert loaded is not None
-                    rows[key] = loaded
-                values.append(rows[key][leaf.key])
-            found[id(leaf)] = _divided(divider, leaf, values, trains)
-        for path, sizes in divider.given_sizes:
-            if sizes != division.sizes:
-                raise MicrobatchError(
-                    f"{path} was loaded in micro-batches of {sizes} rows, but the micro-batches of the step have "
-                    f"{division.sizes}"
-                )
+        found = self._divided(division, leaves, trains, None)
+        assert found is not None
         return found, False
 
     def _are_by_rows(self, leaves: Sequence[LoadedColumn]) -> bool:
@@ -346,19 +318,33 @@ class DatasetReader:
             for batch in leaf.batches
         )
 
-    def _own(self, division: DivisionOfColumns, leaves: Sequence[LoadedColumn], trains: bool) -> dict[int, Any] | None:
-        """As `_loaded`, of the rows of this worker's share alone; None if that cannot be."""
-        divider, rows, found = Divider(division.chunks), dict[Any, dict[Hashable, Any]](), dict[int, Any]()
+    def _divided(
+        self,
+        division: DivisionOfColumns,
+        leaves: Sequence[LoadedColumn],
+        trains: bool,
+        share: DivisionOfColumns | None,
+    ) -> dict[int, Any] | None:
+        """What is loaded for each column, by its id, of the rows of this ``share`` alone; None if that cannot be."""
+        divider = Divider(division.chunks, division.mask)
+        rows, found = dict[Any, dict[Hashable, Any]](), dict[int, Any]()
         for leaf in leaves:
-            (batch,) = leaf.batches
-            key, share = (batch.dataset, batch.draws), _share_of(batch, division)
-            if key not in rows:
-                loaded = self._rows(batch, division)
-                if loaded is None:
-                    self.whole.add(batch.dataset)
-                    return None
-                rows[key] = loaded
-            found[id(leaf)] = _divided(divider, leaf, [rows[key][leaf.key]], trains, len(share))
+            for batch in leaf.batches:
+                if (batch.dataset, batch.draws) not in rows:
+                    loaded = self._rows(batch, share)
+                    if loaded is None:
+                        self.whole.add(batch.dataset)
+                        return None
+                    rows[batch.dataset, batch.draws] = loaded
+            values = [rows[batch.dataset, batch.draws][leaf.key] for batch in leaf.batches]
+            asked = sum(len(_share_of(batch, share)) for batch in leaf.batches)
+            found[id(leaf)] = _divided(divider, leaf, values, trains, asked)
+        for path, sizes in divider.given_sizes:
+            if sizes != division.sizes:
+                raise MicrobatchError(
+                    f"{path} was loaded in micro-batches of {sizes} rows, but the micro-batches of the step have "
+                    f"{division.sizes}"
+                )
         return found
 
     def weights(self, division: Division) -> tuple[float, ...]:
@@ -425,12 +411,10 @@ def _share_of(batch: IndexBatch, division: DivisionOfColumns | None) -> Sequence
     return batch.indices[start:stop]
 
 
-def _divided(
-    divider: Divider, leaf: LoadedColumn, values: Sequence[Any], trains: bool, asked: int | None = None
-) -> Any:
+def _divided(divider: Divider, leaf: LoadedColumn, values: Sequence[Any], trains: bool, asked: int) -> Any:
     refuse_inputs(values, trains)
     value = joined_items(values, leaf.counts, leaf.path) if leaf.counts else values[0]
-    before, asked = len(divider.rows), sum(map(len, leaf.batches)) if asked is None else asked
+    before = len(divider.rows)
     found = divider.divide(value, leaf.spec, leaf.path, leaf.outer)
     for path, what, rows in divider.rows[before:]:
         if rows != asked:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
@@ -21,7 +20,6 @@ from pippy.drivers.protocol.programs import (
     AddGraph,
     AddProgram,
     AskCompiled,
-    DatasetSeen,
     Generate,
     Generated,
     Load,
@@ -73,21 +71,19 @@ from pippy.drivers.worker.gradients.gradients import Gradients, norm
 from pippy.drivers.worker.gradients.hooks import ParameterHooks, hooks_hold_the_same
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.handlers import given_gradients
-from pippy.drivers.worker.measure.calls import SeenCalls
-from pippy.drivers.worker.measure.output_probe import OutputProbe
+from pippy.drivers.worker.measure.calls import OutputProbe, SeenCalls
 from pippy.drivers.worker.measure.profiler import WorkerProfiler
 from pippy.drivers.worker.measure.watch import Watch
-from pippy.drivers.worker.model_graphs import ModelGraphs
+from pippy.drivers.worker.model_graphs import ModelGraphs, made_stages
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.initialization import initialize
-from pippy.drivers.worker.state.stores import KeptStates, Snapshots, StateReader, StateWriter
+from pippy.drivers.worker.state.stores import CopiesOfPoints, Disk, NeighbourCopies, Snapshots
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials, normalizes_by_batches
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.run.batch_norm import StepStatistics
 from pippy.ir.run.in_place import get_tensor
 from pippy.ir.run.may_draw import Draws
-from pippy.ir.run.random_state import draw_from_torch
 
 if TYPE_CHECKING:
     from pippy.drivers.worker.compiled.stage_graphs import GraphsOfStages
@@ -96,7 +92,10 @@ _NONE = Pickled(b"", [])
 
 
 class DriverState:
-    """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command."""
+    """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command.
+
+    ``kept`` are the copies of states, for recoveries, that were there before.
+    """
 
     def __init__(
         self,
@@ -107,15 +106,12 @@ class DriverState:
         given_up: Callable[[], bool] = lambda: False,
         copies: DeviceCopies | None = None,
         shares_process: bool = False,
+        kept: CopiesOfPoints | None = None,
     ) -> None:
         self.given_up, self.index, self.shares_process = given_up, index, shares_process
         self.transport, self.device, self.constant = transport, device, load.constant
         self.copies, self.place = copies, StepDevice(device, copies)
-        self.modules: dict[str, nn.Module] = unpickle(load.modules, unreadable, device)
-        for module in self.modules.values():
-            module.to(device)
-            if device.type == "cuda":
-                draw_from_torch(module)
+        self.modules = made_stages(load.modules, unreadable, device)
         self.model_graphs = ModelGraphs(self.modules, load.constant, device)
         self.graphs = None if load.compile is None else _graphs(unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
@@ -132,10 +128,11 @@ class DriverState:
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
         self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
-        self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
+        self.disk = Disk(self.snapshots, given_up)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
-        self.kept = KeptStates(index, self.snapshots, partial(self._exchange, transport.on_host))
-        self.step_buffers = StepBuffers(self.modules)
+        exchange = partial(self._exchange, transport.on_host)
+        self.neighbours = NeighbourCopies(index, self.snapshots, exchange, kept)
+        self.step_buffers = StepBuffers(self.model_graphs.modules)
         hold = partial(self.snapshots.hold, random=not shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
         self.profiler = WorkerProfiler(device)
@@ -145,7 +142,7 @@ class DriverState:
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
             AddGraph: self._add_graph,
-            AddDataset: self._add_dataset,
+            AddDataset: lambda body, number: self.datasets.add(body),
             Step: self._step,
             StepReturning: self._step,
             RunTrial: self._try_out,
@@ -153,17 +150,17 @@ class DriverState:
             RestoreState: self._restore_state,
             Initialize: self._initialize,
             FetchGradients: self._fetch_gradients,
-            ReduceGradients: self._reduce,
+            ReduceGradients: lambda body, number: self._add_up(number),
             GradientNorms: self._norms,
-            ScaleGradients: self._scale,
+            ScaleGradients: lambda body, number: self.gradients.scale(number, body.factor),
             ClampGradients: self._clamp,
             MakeOptimizer: self._make_optimizer,
             OptimizerStep: self._optimizer_step,
-            WriteState: lambda body, number: self.writer.write(body),
-            ReadState: lambda body, number: self.reader.read(body),
-            TakeState: lambda body, number: self.reader.take(body),
-            KeepState: self.kept.keep,
-            TakeKept: self.kept.restore,
+            WriteState: lambda body, number: self.disk.put(body),
+            ReadState: lambda body, number: self.disk.get(body),
+            TakeState: lambda body, number: self.disk.take(body),
+            KeepState: self.neighbours.put,
+            TakeKept: self.neighbours.get,
             HoldState: self._hold_state,
             PutBackState: self._put_back_state,
             AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
@@ -225,10 +222,8 @@ class DriverState:
             self.sums = made  # a trial has one replica of the pipeline only
 
     def _add_graph(self, add: AddGraph, number: int) -> None:
-        self.step_buffers.add(self.model_graphs.add(add))
-
-    def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
-        return self.datasets.add(body)
+        self.model_graphs.add(add)
+        self.step_buffers.find()
 
     def _step(self, step: Step, number: int) -> StepResult:
         if not step.record:
@@ -317,21 +312,16 @@ class DriverState:
             if step.then:
                 result = replace(result, then=tuple(self._run_others(step, number, adding)))
         self.running, self.hooks_looked_at = None, self.hooks_looked_at or trial is None
-        if self.graphs is not None and self.graphs.prepared != prepared:
-            result = replace(result, prepared=True)
-        if outputs is not None:
-            result = replace(result, by_chance=tuple(outputs.by_chance))
-        if seen is not None:
-            result = replace(result, seen=tuple(seen.seen))
-        if watch is not None:
-            result = replace(result, asked=watch.asked())
-        if step.weighed:
-            result = replace(result, weights=step.weights)
-        if step.trains:
-            nonfinite = self.gradients.end_step(number, adding, step.scale)
-            if nonfinite:
-                result = replace(result, nonfinite=tuple(self._places(nonfinite)))
-        return result
+        nonfinite = self.gradients.end_step(number, adding, step.scale) if step.trains else ()
+        return replace(
+            result,
+            prepared=self.graphs is not None and self.graphs.prepared != prepared,
+            by_chance=() if outputs is None else tuple(outputs.by_chance),
+            seen=() if seen is None else tuple(seen.seen),
+            asked=result.asked if watch is None else watch.asked(),
+            weights=step.weights if step.weighed else None,
+            nonfinite=tuple(self._places(nonfinite)) if nonfinite else (),
+        )
 
     def _run_others(self, step: Step, number: int, adding: AddingUp | None) -> Iterator[StepResult]:
         """Run the micro-batches of a step that go by other graphs, one graph after the other."""
@@ -390,9 +380,6 @@ class DriverState:
         found = [self.gradients.of(id(self.tensor(place))) for place in fetch.locations]
         return [None if tensor is None else tensor.detach().cpu() for tensor in found]
 
-    def _reduce(self, body: ReduceGradients, number: int) -> None:
-        self._add_up(number)
-
     def _add_up(self, number: int) -> None:
         """Add up the gradients of copies, by the instructions of a program that do so."""
         adding = self.gradients.begin_reduction()
@@ -413,9 +400,6 @@ class DriverState:
             self._add_up(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
         return [None if grad is None else norm(grad, norms.norm_type).cpu() for grad in found]
-
-    def _scale(self, scale: ScaleGradients, number: int) -> None:
-        self.gradients.scale(number, scale.factor)
 
     def _clamp(self, clamp: ClampGradients, number: int) -> None:
         if clamp.reduce:

@@ -16,10 +16,11 @@ from torch import nn
 from pippy.drivers.lowering.flow import TOGETHER
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, own_value
 from pippy.drivers.protocol.programs import AddGeneration, AllEnded, Generate, Generated, Sampling
-from pippy.drivers.wire.pickling import Pickled, unpickle
+from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.executor import BoundProgram, Executor
 from pippy.drivers.worker.measure.calls import BoundCall, Handle
+from pippy.drivers.worker.model_graphs import made_stages
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.run.key_value_cache import KeyValueCache, using_cache
 
@@ -93,10 +94,10 @@ class Generation:
         self, modules: Sequence[Pickled], transport: Transport, place: StepDevice, held: Callable[[Any], torch.Tensor]
     ) -> None:
         self.transport, self.place = transport, place
-        self.modules = [{**unpickle(each, held), TOGETHER: Together()} for each in modules]
+        self.modules = [{**made_stages(each, held, place.device), TOGETHER: Together()} for each in modules]
         for stages in self.modules:
             for module in stages.values():
-                module.to(place.device).eval()
+                module.eval()
         self.programs: dict[tuple[int, bool], list[Executor]] = {}
 
     def add(self, add: AddGeneration) -> None:

@@ -3,7 +3,7 @@
 The stages of another graph have code of their own, and the tensors and modules of the first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -13,10 +13,20 @@ from torch import nn
 from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import StageFlags
-from pippy.drivers.wire.pickling import unpickle
+from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.ir.run.random_state import draw_from_torch
 
 GraphStages = Mapping[str, nn.Module]
+
+
+def made_stages(pickled: Pickled, held: Callable[[Any], Any], device: torch.device) -> dict[str, nn.Module]:
+    """Stages from their code, on the device. ``held`` gives what the code only names."""
+    made: dict[str, nn.Module] = unpickle(pickled, held, device)
+    for module in made.values():
+        module.to(device)
+        if device.type == "cuda":
+            draw_from_torch(module)
+    return made
 
 
 class ModelGraphs:
@@ -28,15 +38,10 @@ class ModelGraphs:
         self.modules: dict[int, GraphStages] = {0: modules}
         self.constant: dict[int, Mapping[str, Sequence[str]]] = {0: constant}
 
-    def add(self, add: AddGraph) -> GraphStages:
-        """Make the stages of another graph, and return them."""
-        made: dict[str, nn.Module] = unpickle(add.modules, self.part)
-        for module in made.values():
-            module.to(self.device)
-            if self.device.type == "cuda":
-                draw_from_torch(module)
-        self.modules[add.graph], self.constant[add.graph] = made, add.constant
-        return made
+    def add(self, add: AddGraph) -> None:
+        """Make the stages of another graph, in place of those that had its number."""
+        self.modules[add.graph] = made_stages(add.modules, self.part, self.device)
+        self.constant[add.graph] = add.constant
 
     def part(self, place: TensorLocation) -> Any:
         """The tensor or module at a place in the first graph's stages."""

@@ -252,7 +252,7 @@ class Worker:
             return self.context.transport.ways()
         elif isinstance(message, AskWritten):
             state = self.drivers.get(message.driver)
-            return state.writer.ask() if state else Failure("the worker has dropped the driver", "")
+            return state.disk.ask() if state else Failure("the worker has dropped the driver", "")
         elif isinstance(message, Ping):
             return self.tell()
         return None
@@ -317,7 +317,7 @@ class Worker:
 
     def _load(self, driver: int, load: Load) -> None:
         """Hold stages for a driver, in place of those that it had here. Copies of states, for recoveries, stay."""
-        kept = {} if driver not in self.drivers else self.drivers[driver].kept.kept
+        kept = {} if driver not in self.drivers else self.drivers[driver].neighbours.kept
         self._free([driver])
         self.drivers[driver] = DriverState(
             load,
@@ -327,8 +327,8 @@ class Worker:
             self.given_up,
             self.context.copies,
             self.context.shares_process,
+            kept,
         )
-        self.drivers[driver].kept.kept = kept
         _log.debug("holds stages of driver %d", driver)
 
     def _drop(self, drivers: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from pippy.drivers.protocol.state import (
     TensorLocation,
     WorkerState,
 )
-from pippy.drivers.session.driver_commands import DriverCommands
+from pippy.drivers.session.driver_commands import DriverCommands, memento
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
@@ -237,6 +237,10 @@ class PipelineOptimizer(Optimizer):
             self.update_parameters()
             self.commands.parameters_updated()
             self.stale.updated()
+
+    def memento(self) -> Callable[[], None]:
+        """What puts back what is known now of the optimizer on the workers."""
+        return memento(self, ("_sent", "stepped"))
 
     def update_parameters(self) -> None:
         """Have the workers update their parameters: `step`, without the rest of a step."""

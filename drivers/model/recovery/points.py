@@ -1,6 +1,6 @@
 """Points of a run from which `driver.recover` can go on, as the controller knows them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +13,17 @@ from pippy.drivers.protocol.state import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.random_state import RandomState
 
-_OF_COMMANDS = ("gradients", "zeroed", "has_gradients", "steps", "steps_of_last_update", "unapplied", "numbers")
-_OF_OPTIMIZER = ("_sent", "stepped")
-
 
 @dataclass(frozen=True)
 class ControllerState:
     """What the controller has of a driver, while the workers have their part: it is taken, and put in place.
 
-    ``notes`` are what it knows of the workers: the values of attributes, by their objects. ``options`` has the options of each
-    optimizer, by its number.
+    ``mementos`` put back what it knows of the workers. ``stepped`` has the numbers of the optimizers that had made a step,
+    ``options`` the options of each optimizer, by its number.
     """
 
-    notes: Sequence[tuple[Any, Mapping[str, Any]]]
+    mementos: Sequence[Callable[[], None]]
+    stepped: frozenset[int]
     options: Mapping[int, list[dict[str, Any]]]
     scaler: dict[str, Any] | None
     random: RandomState
@@ -36,24 +34,18 @@ class ControllerState:
     ) -> "ControllerState":
         """The state as it is now. No step may be running."""
         all_optimizers = list(optimizers)
-        noted = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
-        noted += [(each, _OF_OPTIMIZER) for each in all_optimizers]
         return cls(
-            [(each, {name: _copied(getattr(each, name)) for name in names}) for each, names in noted],
+            [each.memento() for each in (commands, commands.nonfinite, *all_optimizers)],
+            frozenset(each.number for each in all_optimizers if each.stepped),
             {each.number: each.named_groups() for each in all_optimizers},
             None if scaler is None else scaler.state_dict(),
             RandomState.current(),
         )
 
-    @property
-    def stepped(self) -> frozenset[int]:
-        """The numbers of the optimizers that had made a step."""
-        return frozenset(each.number for each, values in self.notes if values.get("stepped"))
-
     def put_back(self) -> None:
         """Have it again when the workers have all again that they had."""
-        for each, values in self.notes:
-            vars(each).update({name: _copied(value) for name, value in values.items()})
+        for put_back in self.mementos:
+            put_back()
         self.random.restore()
 
     def restore(
@@ -68,10 +60,6 @@ class ControllerState:
             optimizer.stepped = optimizer.number in self.stepped
         if scaler is not None:
             scaler.begin_again(self.scaler)
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, set)) else value
 
 
 def exchange_of_states(moves: Iterable[tuple[int, int, int]]) -> ExchangeProgram:

@@ -16,12 +16,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import CheckpointError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.cluster import Cluster
@@ -151,8 +155,7 @@ class Saving:
     ) -> None:
         self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
         self.begin_point: Callable[[GivenObjects], Callable[[str], None]] = lambda given: lambda path: None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._beside: Future[None] | None = None
 
     def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, parts: Mapping[str, Any]) -> str:
         """Save, and return the path of the checkpoint. There is nothing at this path before the checkpoint is complete."""
@@ -182,7 +185,7 @@ class Saving:
                 self._begin_beside(work)
             return os.path.join(folder, new.name)
         finally:
-            if new is not None and self._thread is None:
+            if new is not None and self._beside is None:
                 with uninterrupted():
                     new.end()
 
@@ -203,26 +206,24 @@ class Saving:
             )
 
     def _begin_beside(self, work: "_Work") -> None:
-        self._thread = threading.Thread(target=self._finish_beside, args=(work,), name="pippy save")
-        self._thread.start()
+        self._beside = beside(partial(self._finish_beside, work), "pippy save", daemon=False)
         self.cluster.unfinished.append(self.finish)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is still being written, and raise its error."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
+        work = self._beside
+        if work is not None:
+            wait_for([work])
         self.raise_error()
 
     def raise_error(self) -> None:
         """Raise the error of a checkpoint that was written beside the run, once."""
-        thread = self._thread
-        if thread is not None and not thread.is_alive():
-            error, self._error, self._thread = self._error, None, None
+        work = self._beside
+        if work is not None and work.done():
+            self._beside = None
             with suppress(ValueError):  # another thread may have waited, too
                 self.cluster.unfinished.remove(self.finish)
-            if error is not None:
-                raise error
+            work.result()
 
     def _values(self, objects: GivenObjects, names: SavedNames) -> dict[str, Any]:
         """The plain values, as they are now."""
@@ -242,11 +243,8 @@ class Saving:
         return {**values, "random": {"controller": random_values(RandomState.current()), "keyed": numbers}}
 
     def _finish_beside(self, work: "_Work") -> None:
-        try:
-            with _refused(work.new.folder), work.new:
-                work.end({worker: self._ask(worker) for worker in self.placed.workers})
-        except BaseException as error:
-            self._error = error
+        with _refused(work.new.folder), work.new:
+            work.end({worker: self._ask(worker) for worker in self.placed.workers})
 
     def _ask(self, worker: int) -> WrittenState:
         """What a worker has written. Waits until it is done."""

@@ -66,35 +66,33 @@ class _Changing:
 
 
 class StepBuffers:
-    """The buffers that forward changes, of the stages of a worker. Which they are is found in trials: `follow`."""
+    """The buffers that forward changes, of the stages of a worker. Which they are is found in trials: `follow`.
 
-    def __init__(self, stages: Mapping[str, nn.Module]) -> None:
-        self.stages = [stages]  # and those of other graphs, which have the same buffers
+    ``stages`` has the stages of each graph of the model, by the graph's number. All graphs have the same buffers.
+    """
+
+    def __init__(self, stages: Mapping[int, Mapping[str, nn.Module]]) -> None:
+        self.stages = stages
         self.changing: dict[str, list[_Changing]] = {}
         self.active = False
+        self._followed: set[tuple[str, str]] = set()
 
     def follow(self, places: Collection[tuple[str, str]]) -> None:
         """From now on, these buffers change once in a step: the names of stages, and of buffers in them."""
-        for call in self.stages[0]:
-            known = {each.name for each in self.changing.get(call, ())}
-            owners: dict[int, list[Owner]] = {}
-            names: dict[int, str] = {}
-            for stages in self.stages:
-                for name, owner, buffer in own_buffers(stages[call]):
-                    owners.setdefault(id(buffer), []).append(owner)
-                    names.setdefault(id(buffer), name)
-            for key, name in names.items():
-                if (call, name) in places and name not in known:
-                    self.changing.setdefault(call, []).append(_Changing(name, owners[key]))
+        if not self._followed.issuperset(places):
+            self._followed.update(places)
+            self.find()
 
-    def add(self, stages: Mapping[str, nn.Module]) -> None:
-        """From now on, follow the buffers in these stages of another graph, too."""
-        self.stages.append(stages)
-        for call, its in self.changing.items():
-            for _, owner, buffer in own_buffers(stages[call]):
-                for each in its:
-                    if each.own is buffer:
-                        each.owners.append(owner)
+    def find(self) -> None:
+        """Find the modules that hold the buffers, in the stages of all graphs that there are now."""
+        self.changing = {call: found for call in self.stages[0] if (found := self._changing_in(call))}
+
+    def _changing_in(self, call: str) -> list[_Changing]:
+        found: dict[int, _Changing] = {}
+        for stages in self.stages.values():
+            for name, owner, buffer in own_buffers(stages[call]):
+                found.setdefault(id(buffer), _Changing(name, [])).owners.append(owner)
+        return [each for each in found.values() if (call, each.name) in self._followed]
 
     def disagreeing(self) -> list[tuple[str, str]]:
         """The buffers, with their stages, of which the micro-batches of the latest step have made different things."""

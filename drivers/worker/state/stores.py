@@ -1,7 +1,7 @@
 """What a worker holds for one driver, taken and put in place: parameters, buffers, states of optimizers, random numbers.
 
-snapshot ──▶ the files of a checkpoint      StateWriter, StateReader              ──▶ restore
-         ──▶ a neighbour                    KeptStates                            ──▶
+snapshot ──▶ the files of a checkpoint      Disk                                  ──▶ restore
+         ──▶ a neighbour                    NeighbourCopies                       ──▶
          ──▶ the controller                 GiveState and RestoreState            ──▶
 
 hold     ──▶ the worker itself              while something is tried: HoldState   ──▶ put_back
@@ -15,9 +15,9 @@ keep:   the own copy ──▶ the next worker       take:   a new process ◀�
 Where the stages are placed anew, a worker takes the copies of those that had its stages.
 """
 
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.manifest import random_state, random_values
 from pippy.drivers.files.safetensors_files import StoredTensor, check_writable, write_tensors
@@ -167,30 +168,17 @@ class Snapshots:
 _Files = Mapping[str, Mapping[str, torch.Tensor]]  # by the name of the file, then of the tensor
 
 
-class _Beside:
-    """What is written on a thread beside the worker's, and what became of it."""
+class Disk:
+    """The files of checkpoints, for one driver: written on the thread of the worker, or beside it; and read.
 
-    def __init__(self, write: Callable[[], WrittenState] | None = None) -> None:
-        self._write, self.outcome = write, cast(WrittenState | Failure | None, None)
-
-    def run(self) -> None:
-        """Write."""
-        assert self._write is not None
-        try:
-            self.outcome = self._write()
-        except BaseException as error:
-            self.outcome = Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), where="WriteState")
-        self._write = None  # the copies are of no use any more
-
-
-class StateWriter:
-    """Writes for one driver, on the thread of the worker, or on one of its own while the worker goes on."""
+    What was read is kept until it is taken or dropped, so that a fault in it changes nothing.
+    """
 
     def __init__(self, snapshots: Snapshots, given_up: Callable[[], bool]) -> None:
         self._snapshots, self._given_up = snapshots, given_up
-        self._beside = _Beside()
+        self._beside, self._found = Future[WrittenState | Failure](), WorkerState()
 
-    def write(self, message: WriteState) -> WrittenState | None:
+    def put(self, message: WriteState) -> WrittenState | None:
         """Write the files; with ``copy``, begin to."""
         wanted = {number: tuple(places.values()) for number, (_, places) in message.optimizers.items()}
         state = self._snapshots.snapshot(message.tensors.values(), wanted)
@@ -205,55 +193,15 @@ class StateWriter:
         if not message.copy:
             return self._written(message, files, others, state.random, self._check)
         copied = {file: {name: _copied(each) for name, each in own.items()} for file, own in files.items()}
-        self._beside = _Beside(partial(self._written, message, copied, others, state.random, lambda: None))
-        threading.Thread(target=self._beside.run, name="pippy checkpoint", daemon=True).start()
+        write = partial(self._written, message, copied, others, state.random, lambda: None)
+        self._beside = beside(partial(_or_failure, write), "pippy checkpoint")
         return None
 
     def ask(self) -> WrittenState | Failure | None:
-        """What became of what is written on a thread; None while it is under way. Any thread may call this."""
-        return self._beside.outcome
+        """What became of what is written beside; None while it is under way. Any thread may call this."""
+        return self._beside.result() if self._beside.done() else None
 
-    def _check(self) -> None:
-        if self._given_up():
-            raise Interrupted("the checkpoint was given up")
-
-    def _written(
-        self, message: WriteState, files: _Files, others: Any, random: Any, goes_on: Callable[[], None]
-    ) -> WrittenState:
-        written = []
-        for name, tensors in files.items():
-            metadata = {**(message.tied if name == message.file else {}), "format": "pt"}
-            try:
-                written.append(write_tensors(message.folder, name, tensors, metadata, goes_on))
-            except FileNotFoundError as error:
-                raise not_there(message.folder) from error
-        return WrittenState(tuple(written), others, random)
-
-
-def _parted(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The tensors of some states by "parameter/key", and what is no tensor by the parameters and keys."""
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, dict[str, Any]] = {}
-    for name, state in states.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and isinstance(key, str) and "/" not in key:
-                tensors[f"{name}/{key}"] = value
-            else:
-                others.setdefault(name, {})[key] = value
-    return tensors, others
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-class StateReader:
-    """Reads for one driver. What was read is kept until it is taken or dropped, so that a fault in it changes nothing."""
-
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots, self._found = snapshots, WorkerState()
-
-    def read(self, message: ReadState) -> None:
+    def get(self, message: ReadState) -> None:
         """Read all, and check it."""
         self._found = WorkerState()
         try:
@@ -295,24 +243,65 @@ class StateReader:
                 once[stored] = stored.read()
         return {place: once[stored] for place, stored in stored_at.items()}
 
+    def _check(self) -> None:
+        if self._given_up():
+            raise Interrupted("the checkpoint was given up")
 
+    def _written(
+        self, message: WriteState, files: _Files, others: Any, random: Any, goes_on: Callable[[], None]
+    ) -> WrittenState:
+        written = []
+        for name, tensors in files.items():
+            metadata = {**(message.tied if name == message.file else {}), "format": "pt"}
+            try:
+                written.append(write_tensors(message.folder, name, tensors, metadata, goes_on))
+            except FileNotFoundError as error:
+                raise not_there(message.folder) from error
+        return WrittenState(tuple(written), others, random)
+
+
+def _or_failure(write: Callable[[], WrittenState]) -> WrittenState | Failure:
+    try:
+        return write()
+    except BaseException as error:
+        return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), where="WriteState")
+
+
+def _parted(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The tensors of some states by "parameter/key", and what is no tensor by the parameters and keys."""
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and isinstance(key, str) and "/" not in key:
+                tensors[f"{name}/{key}"] = value
+            else:
+                others.setdefault(name, {})[key] = value
+    return tensors, others
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+CopiesOfPoints = dict[int, dict[int, WorkerState]]  # the copies of each point, by whose they are
 RunExchange = Callable[[Any, int, Any], None]  # of instructions, in the command with a number, of what is passed on
 
 
-class KeptStates:
+class NeighbourCopies:
     """The copies for one driver on one worker, by their points, and by whose they are. ``exchange`` runs instructions."""
 
-    def __init__(self, index: int, snapshots: Snapshots, exchange: RunExchange) -> None:
+    def __init__(self, index: int, snapshots: Snapshots, exchange: RunExchange, kept: CopiesOfPoints | None) -> None:
         self.index, self.snapshots, self.exchange = index, snapshots, exchange
-        self.kept: dict[int, dict[int, WorkerState]] = {}
+        self.kept: CopiesOfPoints = {} if kept is None else kept
 
-    def keep(self, message: KeepState, number: int) -> None:
+    def put(self, message: KeepState, number: int) -> None:
         """Copy what the worker holds, send the copy to a neighbour, and take another's."""
         self.kept = {point: each for point, each in self.kept.items() if point == message.before}
         own = self.kept[message.point] = {self.index: self.snapshots.whole()}
         self.exchange(message.order, number, PassedStates(own))
 
-    def restore(self, message: TakeKept, number: int) -> None:
+    def get(self, message: TakeKept, number: int) -> None:
         """Go back to a point. What lost workers had of it comes from neighbours."""
         copies = self.kept.get(message.point, {})
         self.kept = {message.point: copies}

@@ -16,6 +16,8 @@ from pippy import PipelineDriver, PipelineDriver1F1B, cluster, errors, pipe_spli
 from pippy.drivers.batch.divide import divide
 from pippy.drivers.protocol.programs import AddGraph
 from pippy.drivers.protocol.steps import GraphStep, Step
+from pippy.drivers.worker import driver_state
+from pippy.drivers.worker.gradients.buffers import StepBuffers
 from tests.drivers.models import TwoLayers
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
@@ -312,6 +314,30 @@ def test_a_change_of_the_script_makes_other_graphs_anew(threads):
     model.eval()
     right = plain(model, batch(1))
     assert_like(driver, right, driver.run(1, *batch(1)[0], batch(1)[2]))
+
+
+def test_the_number_of_a_graph_that_is_used_again_holds_the_latest_stages_alone(threads, monkeypatch):
+    """Workers held the stages of each graph that had had the number, and looked for buffers in all of them."""
+    noted = []
+
+    class Noting(StepBuffers):
+        def __init__(self, stages):
+            super().__init__(stages)
+            noted.append(self)
+
+    monkeypatch.setattr(driver_state, "StepBuffers", Noting)
+    model, driver = made(threads, buffers=None)
+    model.eval()
+    for p in (0.0, 0.1, 0.2):
+        model.drop.p = p
+        driver.run(2, *batch(2)[0], batch(2)[2])
+        assert len(driver.graphs) == 2
+    assert [len(each.stages) for each in noted] == [2, 2]
+    (its,) = (each for each in noted if each.changing)
+    ((call, (steps,)),) = its.changing.items()
+    owners = [dict(stages[call].named_modules()).values() for stages in its.stages.values()]
+    assert steps.name == "steps" and len(steps.owners) == 2
+    assert all(any(module is each for each in own) for (module, _), own in zip(steps.owners, owners))
 
 
 def test_a_step_that_runs_again_draws_what_it_would_have_drawn(threads):

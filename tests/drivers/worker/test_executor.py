@@ -41,7 +41,7 @@ from pippy.drivers.plan.language.scanner import Form
 from pippy.drivers.worker import executor, handlers
 from pippy.drivers.worker.executor import BINDERS
 from pippy.drivers.worker.out_of_order import ComputationQueues
-from tests.comparisons import update
+from tests.comparisons import assert_gradients, update
 from tests.drivers.models import Chain
 from tests.drivers.plan.graphs import with_random_graph
 from tests.drivers.plan.test_properties import programs
@@ -80,9 +80,7 @@ def test_a_value_that_two_stages_of_a_worker_take_is_counted_once_in_each(two):
     driver = PipelineDriver(pipeline(model, nn.MSELoss()), two, schedule="interleaved_1f1b")
     driver.run(4, x, target)
     nn.MSELoss()(plain(x), target).backward()
-    found = driver.gradients()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+    assert_gradients(driver, plain)
 
 
 def test_what_one_call_alone_takes_is_no_copy_of_a_leaf(two, monkeypatch):
@@ -404,9 +402,7 @@ def test_a_new_instruction_runs(weighed, out_of_order):
     with thread_cluster(3) as cluster:
         driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), cluster, check=False, out_of_order=out_of_order)
         driver.run(4, x, target)
-        found = driver.gradients()
-    nn.MSELoss()(plain(x), target).backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+        nn.MSELoss()(plain(x), target).backward()
+        assert_gradients(driver, plain)
     # 2 activations and 2 gradients for each of 4 micro-batches, of 2 rows of 8 numbers of 8 bytes
     assert len(weighed) == 4 * 4 and set(weighed.values()) == {2 * 8 * 8}

@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 
@@ -38,6 +38,22 @@ def threads():
         yield cluster
 
 
+@contextmanager
+def driver_on(cluster, hosts, pipe, **options):
+    """A driver on workers of these hosts, whose first step is not compared with the plain model."""
+    with as_on_hosts(cluster, hosts):
+        driver = PipelineDriver(pipe, cluster, **{"schedule": "1f1b", "check": False, **options})
+        yield driver
+        driver.close()
+
+
+class Keeping(fx.Tracer):
+    """Does not look into some modules."""
+
+    def is_leaf_module(self, module, path):
+        return isinstance(module, (Changes, Fails)) or super().is_leaf_module(module, path)
+
+
 DRIVERS = [  # the hosts, the schedule, the stages of each worker, and what else
     ("a a b b", "interleaved_1f1b", 2, {}),
     ("a b a b", "looped_bfs", 2, {"checkpoint": "always"}),
@@ -57,16 +73,14 @@ def trained(cluster, hosts, model, schedule, **options):
     """The loss and the gradients of a step, what evaluation gives, and the programs of both."""
     generator = torch.Generator().manual_seed(3)
     x, target = (torch.randn(15, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    with as_on_hosts(cluster, hosts):
-        pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), example_args=(x, target))
-        driver = PipelineDriver(pipe, cluster, schedule=schedule, check=False, **options)
+    pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), example_args=(x, target))
+    with driver_on(cluster, hosts, pipe, schedule=schedule, **options) as driver:
         loss = driver.run(4, x, target)
         found = {"loss": loss, **driver.gradients()}
         programs = [driver.program(4)]
         with torch.no_grad():
             found["evaluated"] = driver.run(4, x, target)
             programs.append(driver.program(4))
-        driver.close()
     return found, programs
 
 
@@ -91,12 +105,9 @@ def test_unequal_micro_batches_that_are_given(threads):
     x, target = torch.randn(7, 8), torch.randn(7, 8)
     losses = []
     for hosts in ("a a a a", "a a b b"):
-        with as_on_hosts(threads, hosts):
-            pipe = pipeline(copy.deepcopy(model), nn.MSELoss())
-            driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+        with driver_on(threads, hosts, pipeline(copy.deepcopy(model), nn.MSELoss())) as driver:
             losses.append(driver.run(3, MicroBatches(x.split([4, 1, 2])), MicroBatches(target.split([4, 1, 2]))))
             assert bool(handed_on(driver.program(3))) == (hosts == "a a b b")
-            driver.close()
     assert torch.equal(*losses)
     torch.testing.assert_close(losses[0], nn.functional.mse_loss(model(x), target).detach())
 
@@ -118,12 +129,9 @@ def test_values_that_are_no_tensors_are_handed_on(threads):
 
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(8, 6)
-    with as_on_hosts(threads, "a b b b"):
-        pipe = pipeline(model, nn.MSELoss(), example_args=(x, x))
-        driver = PipelineDriver(pipe, threads, schedule="1f1b", check=False)
+    with driver_on(threads, "a b b b", pipeline(model, nn.MSELoss(), example_args=(x, x))) as driver:
         loss = driver.run(1, x, x)
         assert handed_on(driver.program(1))
-        driver.close()
     torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), x).detach())
 
 
@@ -135,11 +143,6 @@ class Changes(nn.Module):
 
     def forward(self, x):
         return x.mul_(2.0) + 1.0
-
-
-class KeepingChanges(fx.Tracer):
-    def is_leaf_module(self, module, path):
-        return isinstance(module, Changes) or super().is_leaf_module(module, path)
 
 
 class Changed(nn.Module):
@@ -162,27 +165,25 @@ class Changed(nn.Module):
 def test_the_last_stage_that_reads_a_value_may_change_it(threads):
     """It is on the worker that gets the value first, and what that hands on is what came."""
     model, x = Changed(where=2), torch.randn(4, 4)
-    with as_on_hosts(threads, "a b b c"), torch.no_grad():
-        pipe, placed = pipeline(model, tracer=KeepingChanges()), {0: 0, 1: 2, 2: 1, 3: 0}
-        driver = PipelineDriver(pipe, threads, schedule="fill_drain", placement=placed, world_size=3)
+    pipe, placed = pipeline(model, tracer=Keeping()), {0: 0, 1: 2, 2: 1, 3: 0}
+    options = {"schedule": "fill_drain", "placement": placed, "world_size": 3, "check": True}
+    with torch.no_grad(), driver_on(threads, "a b b c", pipe, **options) as driver:
         assert torch.equal(driver.run(2, x), model(x))
         assert handed_on(driver.program(2)) == {("first", 1, 2)}
         order = list(map(str, driver.program(2).orders[1]))
         assert order.index("send first.0 to 2") < order.index("F2.0")
-        driver.close()
 
 
 def test_another_stage_that_changes_it_is_refused_as_on_one_host(threads):
     x = torch.randn(4, 4)
     said = []
     for hosts in ("a a a a", "a b b b"):
-        with as_on_hosts(threads, hosts):
-            pipe = pipeline(Changed(where=1), tracer=KeepingChanges())
-            driver = PipelineDriver(pipe, threads, schedule="1f1b", world_size=3)
+        with driver_on(
+            threads, hosts, pipeline(Changed(where=1), tracer=Keeping()), world_size=3, check=True
+        ) as driver:
             with torch.no_grad(), pytest.raises(StepError, match=r"changed.* in place") as caught:
                 driver.run(2, x)
             said.append(str(caught.value).splitlines()[-1])
-            driver.close()
     assert said[0] == said[1]
 
 
@@ -229,23 +230,19 @@ def test_a_worker_out_of_order_hands_on_before_it_can_use_the_value(threads):
 def test_a_program_that_says_what_is_sent_stays_as_it_is(threads):
     pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
     program = lower(pipe, make_schedule("1f1b", workers=4, chunks=2)).program
-    with as_on_hosts(threads, "a a b b"):
-        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+    with driver_on(threads, "a a b b", pipe, schedule=program) as driver:
         assert driver.program(2) == program
-        driver.close()
 
 
 @pytest.mark.parametrize(("given", "hands_on"), [((0, 1, 1, 1), True), ((0, 0, 0, 0), False)])
 def test_hosts_that_a_program_says_are_those_that_count(threads, given, hands_on):
     pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
     program = replace(make_schedule("1f1b", workers=4, chunks=2), hosts=given)
-    with as_on_hosts(threads, "a a b b"):
-        driver = PipelineDriver(pipe, threads, schedule=program, check=False)
+    with driver_on(threads, "a a b b", pipe, schedule=program) as driver:
         for trains in (True, False):
             with torch.set_grad_enabled(trains):
                 assert driver.program(2).hosts == given
                 assert bool(handed_on(driver.program(2))) == hands_on
-        driver.close()
 
 
 class Fails(nn.Module):
@@ -272,50 +269,36 @@ class Failing(nn.Module):
         return z + y
 
 
-class KeepingFails(fx.Tracer):
-    def is_leaf_module(self, module, path):
-        return isinstance(module, Fails) or super().is_leaf_module(module, path)
-
-
 @pytest.mark.parametrize("out_of_order", [False, True])
 def test_a_worker_that_fails_behind_what_it_has_handed_on(threads, monkeypatch, out_of_order):
     """What the next worker got of that step is dropped, and the next step is a good one."""
     model, x = Failing(), torch.randn(4, 4)
-    with as_on_hosts(threads, "a b b b"):
-        driver = PipelineDriver(
-            pipeline(copy.deepcopy(model), nn.MSELoss(), tracer=KeepingFails()),
-            threads, schedule="1f1b", world_size=3, check=False, out_of_order=out_of_order,
-        )  # fmt: skip
+    pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), tracer=Keeping())
+    with driver_on(threads, "a b b b", pipe, world_size=3, out_of_order=out_of_order) as driver:
         assert handed_on(driver.program(2)) == {("first", 1, 2)}
         for fails in (True, False, True, False):
             monkeypatch.setattr(Fails, "now", fails)
             with pytest.raises(StepError, match="it was told to fail") if fails else nullcontext():
                 torch.testing.assert_close(driver.run(2, x, x), nn.functional.mse_loss(model(x), x).detach())
         assert not any(each.context.transport.received.values for each in threads.engine.workers)
-        driver.close()
 
 
 def test_the_automatic_schedule_hands_on(threads):
     x, target = torch.randn(8, 8), torch.randn(8, 8)
-    with as_on_hosts(threads, "a a b b"):
-        pipe = pipeline(AttentionResiduals(4), nn.MSELoss(), example_args=(x, target))
-        driver = PipelineDriver(pipe, threads, schedule="auto", check=False)
-        losses = set()
+    pipe, losses = pipeline(AttentionResiduals(4), nn.MSELoss(), example_args=(x, target)), set()
+    with driver_on(threads, "a a b b", pipe, schedule="auto") as driver:
         for _ in range(8):
             losses.add(driver.run(2, x, target).item())
             assert handed_on(driver.program(2))
         assert driver.choice is not None and len(losses) == 1
-        driver.close()
 
 
 def test_recorded_values_are_those_of_the_links(threads):
     """Counted on the wires: what worker 2 sends to worker 3 are the values that came from the other host, and its own."""
     x, target = torch.randn(8, 8), torch.randn(8, 8)
-    with as_on_hosts(threads, "a a b b"):
-        driver = PipelineDriver(pipeline(AttentionResiduals(4), nn.MSELoss()), threads, schedule="1f1b", check=False)
-        with driver.record() as recording:
-            driver.run(2, x, target)
-        driver.close()
+    pipe = pipeline(AttentionResiduals(4), nn.MSELoss())
+    with driver_on(threads, "a a b b", pipe) as driver, driver.record() as recording:
+        driver.run(2, x, target)
     links = Counter()
     for moved in recording.steps[-1].traffic():
         if "grad" not in moved.value:

@@ -81,6 +81,7 @@ def trained(stage, compiler, halves):
     output, run = graphs.forward([x], halves=halves)
     if halves:
         (gradient,) = run.backward_input(torch.ones(4, 8))
+        assert all(each.grad is None for each in stage.parameters()), "W makes all of these"
         run.backward_weight()
     else:
         (gradient,) = run.backward(torch.ones(4, 8))
@@ -96,12 +97,20 @@ def plainly(stage):
     return [output.detach(), x.grad, *(each.grad for each in stage.parameters())]
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_what_is_drawn_is_drawn_outside_of_compiled_code(compiler, halves):
-    stage = layers()
+def said_with_the_same_bits(stage, compiler, halves=False):
+    """What is said of a stage, which gives what the plain one gives."""
     expected = plainly(copy.deepcopy(stage))
     found, said = trained(stage, compiler, halves)
-    assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
+    assert all(map(torch.equal, expected, found))
+    return said
+
+
+COMPILED = "compiled graphs for 1 form of inputs"
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_drawn_is_drawn_outside_of_compiled_code(compiler, halves):
+    assert said_with_the_same_bits(layers(), compiler, halves) == COMPILED
     assert counts(compiler)[0] == len(compiler.given) == (3 if halves else 2)
     targets = [str(node.target) for graph in compiler.given for node in graph.graph.nodes if node.op == "call_function"]
     assert not any("bernoulli" in each for each in targets)
@@ -112,9 +121,7 @@ def test_stages_that_are_alike_are_compiled_once_and_found_by_the_next_process(c
         trained(layers(), compiler, halves=True)
     assert counts(compiler) == (3, 0)
     other = PieceCompiler(Inductor(folder=tmp_path))
-    stage = layers()
-    expected = plainly(copy.deepcopy(stage))
-    assert all(map(torch.equal, expected, trained(stage, other, halves=True)[0]))
+    said_with_the_same_bits(layers(), other, halves=True)
     assert counts(other) == (0, 3)
     trained(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), other, halves=True)
     assert other.backend.compiled == 3, "another stage"
@@ -134,18 +141,9 @@ def test_modes_and_options_are_inductors_and_their_pieces_are_kept_apart(compile
 def test_other_backends_have_real_halves(backend):
     stage = layers()
     plain = plainly(copy.deepcopy(stage))
-    graphs = StageGraphs("stage", stage, compiler=PieceCompiler(CalledBackend(backend)))
-    torch.manual_seed(1)
-    x = torch.randn(4, 8, requires_grad=True)
-    graphs.forward([x], halves=True)
-    torch.manual_seed(2)
-    output, run = graphs.forward([x], halves=True)
-    (gradient,) = run.backward_input(torch.ones(4, 8))
-    assert all(each.grad is None for each in stage.parameters())
-    run.backward_weight()
-    for one, other in zip(plain, [output, gradient, *(each.grad for each in stage.parameters())], strict=True):
-        torch.testing.assert_close(one, other.detach())
-    assert graphs.said() == "compiled graphs for 1 form of inputs"
+    found, said = trained(stage, PieceCompiler(CalledBackend(backend)), halves=True)
+    torch.testing.assert_close(found, plain)
+    assert said == COMPILED
 
 
 def test_pieces_with_other_constants_are_compiled_apart(compiler):
@@ -158,8 +156,7 @@ def test_pieces_with_other_constants_are_compiled_apart(compiler):
             return self.layer(x) * self.factor
 
     for factor in (1.0, 2.0, 2.0):
-        stage = Scaled(factor)
-        assert torch.equal(trained(stage, compiler, halves=False)[0][0], plainly(copy.deepcopy(stage))[0])
+        said_with_the_same_bits(Scaled(factor), compiler)
     assert compiler.backend.compiled == 4
 
 
@@ -219,8 +216,7 @@ def test_code_that_cannot_be_saved_runs(compiler, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Interpreted, "save", full)
-    found, said = trained(layers(), compiler, halves=False)
-    assert counts(compiler) == (2, 0) and said == "compiled graphs for 1 form of inputs"
+    assert said_with_the_same_bits(layers(), compiler) == COMPILED and counts(compiler) == (2, 0)
 
 
 @pytest.mark.parametrize("fails", ["the compiler", "the folder"])
@@ -234,12 +230,9 @@ def test_what_cannot_be_compiled_runs_as_a_graph_and_says_why(monkeypatch, compi
     else:
         shutil.rmtree(tmp_path)
         tmp_path.write_text("a file")
-    stage = layers()
-    expected = plainly(copy.deepcopy(stage))
-    found, said = trained(stage, compiler, halves=True)
-    assert all(map(torch.equal, expected, found))
+    said = said_with_the_same_bits(layers(), compiler, halves=True)
     why = {"the compiler": "RuntimeError: no working C++ compiler", "the folder": "FileExistsError"}[fails]
-    assert said.startswith(f"compiled graphs for 1 form of inputs; as graphs that are not compiled: {why}")
+    assert said.startswith(f"{COMPILED}; as graphs that are not compiled: {why}")
 
 
 class Attends(nn.Module):
@@ -254,11 +247,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_is_compiled(compiler, dropout):
-    stage = Attends(dropout)
-    expected = plainly(copy.deepcopy(stage))
-    found, said = trained(stage, compiler, halves=False)
-    assert all(map(torch.equal, expected, found)) and said == "compiled graphs for 1 form of inputs"
-    assert counts(compiler) == (2, 0)
+    assert said_with_the_same_bits(Attends(dropout), compiler) == COMPILED and counts(compiler) == (2, 0)
 
 
 def test_random_numbers_that_depend_on_values_are_drawn_by_the_graph(compiler):
@@ -266,10 +255,7 @@ def test_random_numbers_that_depend_on_values_are_drawn_by_the_graph(compiler):
         def forward(self, x):
             return super().forward(x) * torch.bernoulli(x.detach().sigmoid())
 
-    stage = Draws(8, 8)
-    expected = plainly(copy.deepcopy(stage))
-    found, said = trained(stage, compiler, halves=False)
-    assert all(map(torch.equal, expected, found)) and said.endswith("draws random numbers that depend on values")
+    assert said_with_the_same_bits(Draws(8, 8), compiler).endswith("draws random numbers that depend on values")
 
 
 def test_drivers_compile_their_stages(threads, compiler, monkeypatch, tmp_path):
@@ -288,7 +274,7 @@ def test_drivers_compile_their_stages(threads, compiler, monkeypatch, tmp_path):
         driver.close()
     assert torch.equal(made[0][0], made[1][0])
     assert_bits(made[1][1], made[0][1])
-    assert set(said.values()) == {"compiled graphs for 1 form of inputs"}
+    assert set(said.values()) == {COMPILED}
     # All stages share F. The first one, whose input needs no gradient, has a W of its own; the others share I and W. The loss
     # has F and I.
     assert len(compiler.given) == 6

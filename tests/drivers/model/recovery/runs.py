@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, local_cluster
+from pippy.drivers.base.errors import WorkerLostError
 from tests.drivers.processes import close_open_cluster, strike
 
 STAGES, ROWS, WIDTH = 3, 8, 4
@@ -68,6 +69,23 @@ class Run:
         self.cluster.session.timeout = 2.0 if how == signal.SIGSTOP else 20.0
         for worker in workers:
             strike(self.cluster.session.workers[worker].pid, how)
+
+    def lose_in_step(self, number, *workers, how=signal.SIGKILL):
+        """Lose workers, which the step with this number notices."""
+        self.lose(*workers, how=how)
+        with pytest.raises(WorkerLostError):
+            self.step(number)
+
+    def goes_on(self, expected, first, last, rel=0.0):
+        """The run goes on as one to which nothing happened, to the bit; or to rounding, on other workers."""
+        self.steps(first, last)
+        losses, state = expected
+        assert list(self.losses) == list(range(last))
+        wanted = [losses[number] for number in range(last)]
+        assert list(self.losses.values()) == pytest.approx(wanted, rel=rel, abs=0)
+        if len(losses) == last:
+            for name, value in self.driver.state_dict().items():
+                torch.testing.assert_close(value, state[name], rtol=1e3 * rel, atol=rel)
 
 
 def undisturbed(cluster, steps, **options):

@@ -35,15 +35,6 @@ def expected(workers):
     torch.set_default_dtype(torch.float32)
 
 
-def goes_on(run, expected, first, last=STEPS):
-    run.steps(first, last)
-    losses, state = expected
-    assert run.losses == {number: losses[number] for number in range(last)}
-    if last == STEPS:
-        for name, value in run.driver.state_dict().items():
-            assert torch.equal(value, state[name]), name
-
-
 @pytest.mark.parametrize(
     ("schedule", "lost", "how"),
     [("1f1b", [1], signal.SIGKILL), ("zb_h1", [0, 2], signal.SIGKILL), ("zb_h1", [2], signal.SIGSTOP)],
@@ -54,22 +45,18 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(workers, exp
     run.save(tmp_path, 2)
     run.steps(2, 4)
     before = [worker.pid for worker in workers.session.workers]
-    run.lose(*lost, how=how)
-    with pytest.raises(WorkerLostError):
-        run.step(4)
+    run.lose_in_step(4, *lost, how=how)
     values = run.driver.recover()
     assert values == {"step": 2, "losses": {number: expected[0][number] for number in range(2)}}
     assert [at for at in range(STAGES) if workers.session.workers[at].pid != before[at]] == lost
-    goes_on(run, expected, 2)
+    run.goes_on(expected, 2, STEPS)
 
 
 def test_a_run_that_has_updated_nothing_begins_again(workers, expected):
     run = Run(workers)
-    run.lose(0)
-    with pytest.raises(WorkerLostError):
-        run.step(0)
+    run.lose_in_step(0, 0)
     assert run.driver.recover() == {}
-    goes_on(run, expected, 0)
+    run.goes_on(expected, 0, STEPS)
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [2]])
@@ -80,22 +67,18 @@ def test_a_run_goes_on_from_the_memory_of_neighbours(workers, expected, lost):
         run.protect(again)
     run.steps(3, 4)
     for _ in range(2):  # the new process has copies as the old one had
-        run.lose(*lost)
-        with pytest.raises(WorkerLostError):
-            run.step(4)
+        run.lose_in_step(4, *lost)
         assert run.driver.recover() == {"step": 3}
         run.step(3)
         lost = [(worker + 1) % STAGES for worker in lost]
-    goes_on(run, expected, 4)
+    run.goes_on(expected, 4, STEPS)
 
 
 def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expected, tmp_path):
     run = Run(workers)
     run.protect(0)
     run.step(0)
-    run.lose(0, 1)
-    with pytest.raises(WorkerLostError):
-        run.step(1)
+    run.lose_in_step(1, 0, 1)
     with pytest.raises(CheckpointError, match=r"no state to recover.*protect\(\) copied of worker 'worker0' was lost"):
         run.driver.recover()
     run = Run(workers)
@@ -103,12 +86,10 @@ def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expe
     path = run.save(tmp_path, 1)
     run.step(1)
     run.protect(2)
-    run.lose(2, 0)
-    with pytest.raises(WorkerLostError):
-        run.step(2)
+    run.lose_in_step(2, 2, 0)
     with pytest.warns(PippyWarning, match=f"goes on from {path}; what protect.* of worker 'worker2' was lost"):
         assert run.driver.recover()["step"] == 1
-    goes_on(run, expected, 1)
+    run.goes_on(expected, 1, STEPS)
 
 
 def test_a_worker_that_is_lost_while_a_point_is_made_leaves_the_one_before(workers, expected, tmp_path):
@@ -125,7 +106,7 @@ def test_a_worker_that_is_lost_while_a_point_is_made_leaves_the_one_before(worke
     assert checkpoints_in(tmp_path) == []  # others may have written while what there was of it was removed
     run.save(tmp_path, 3)
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-3"]
-    goes_on(run, expected, 3)
+    run.goes_on(expected, 3, STEPS)
 
 
 def test_a_failed_step_needs_no_other_process(workers, expected):
@@ -138,7 +119,7 @@ def test_a_failed_step_needs_no_other_process(workers, expected):
         run.driver.run(4, torch.randn(8, 5), torch.randn(8, 1))
     assert run.driver.recover() == {"step": 2}
     assert [worker.pid for worker in workers.session.workers] == before
-    goes_on(run, expected, 2)
+    run.goes_on(expected, 2, STEPS)
 
 
 def test_each_driver_recovers_by_itself(workers, expected, tmp_path):
@@ -148,9 +129,7 @@ def test_each_driver_recovers_by_itself(workers, expected, tmp_path):
         other.step(0)
         other.save(tmp_path, 1)
     one.protect(0)
-    other.lose(1)
-    with pytest.raises(WorkerLostError):
-        other.step(1)
+    other.lose_in_step(1, 1)
     other.driver.recover()
     with pytest.raises(DriverError, match=r"'worker1' was lost and replaced.*driver.recover"):
         one.step(0)
@@ -181,7 +160,7 @@ def test_a_checkpoint_written_beside_the_run_is_a_point_when_it_is_whole(workers
     run.steps(2, 4)
     run.lose(2)
     assert run.driver.recover()["step"] == 2  # it looks for the dead, too
-    goes_on(run, expected, 2)
+    run.goes_on(expected, 2, STEPS)
 
 
 def test_recovering_in_another_thread_and_twice_and_with_a_step_under_way(workers, expected):
@@ -199,7 +178,7 @@ def test_recovering_in_another_thread_and_twice_and_with_a_step_under_way(worker
     assert found == [{"step": 1}] == [run.driver.recover()]
     with pytest.raises(WorkerLostError):
         running.result()
-    goes_on(run, expected, 1)
+    run.goes_on(expected, 1, STEPS)
 
 
 def test_a_worker_that_comes_back_on_another_host_gets_its_values_there(workers, monkeypatch):
@@ -241,7 +220,7 @@ def test_ctrl_c_and_another_loss_while_it_recovers(workers, expected, monkeypatc
     with pytest.raises(DriverError, match=r"call driver.recover\(\)"):
         run.step(2)
     assert run.driver.recover() == {"step": 1}
-    goes_on(run, expected, 1)
+    run.goes_on(expected, 1, STEPS)
 
 
 def test_a_driver_that_was_closing_when_a_worker_was_lost_is_closed(workers, expected):
@@ -257,4 +236,4 @@ def test_a_driver_that_was_closing_when_a_worker_was_lost_is_closed(workers, exp
         run.driver.recover()
     run.driver.close()
     other.driver.recover()
-    goes_on(other, expected, 0)
+    other.goes_on(expected, 0, STEPS)

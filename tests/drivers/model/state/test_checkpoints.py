@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent import futures
 
 import pytest
 import torch
@@ -315,7 +316,7 @@ def test_a_checkpoint_that_could_not_be_written_is_said_at_the_next_call(threads
     training.driver.save(tmp_path, **training.parts, wait=False)
     gate.write = lambda file, data: os.write(-1, data)
     gate.opened.set()
-    training.driver.saving._thread.join()
+    futures.wait([training.driver.saving._beside])
     with pytest.raises(CheckpointError, match="no checkpoint was written"):
         training.train(range(1))
     training.train(range(1))
