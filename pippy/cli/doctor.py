@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -92,6 +91,16 @@ def oldest_version(package: str) -> str | None:
     return None
 
 
+def is_older(version: str, wanted: str | None) -> bool:
+    """Whether a version is older than the one that is wanted, as far as the numbers of that one go.
+
+    >>> is_older("2.12.1", "2.13"), is_older("2.13.0+cpu", "2.13"), is_older("1.0", None)
+    (True, False, False)
+    """
+    numbers = version_numbers(wanted or "")
+    return version_numbers(version)[: len(numbers)] < numbers
+
+
 def python() -> Outcome:
     """The interpreter and the system."""
     here = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
@@ -99,7 +108,7 @@ def python() -> Outcome:
         return Outcome(here, "workers need Linux; graphs, schedules and drawings work here", fatal=True)
     with suppress(PackageNotFoundError):
         wanted = metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
-        if sys.version_info[: len(version_numbers(wanted))] < version_numbers(wanted):
+        if is_older(platform.python_version(), wanted):
             return Outcome(here, f"pippy needs Python {wanted} or newer; make an environment with one", fatal=True)
     return Outcome(here)
 
@@ -112,7 +121,7 @@ def torch_itself() -> Outcome:
 
     here = f"{torch.__version__}, imported in {time.perf_counter() - began:.1f} s"
     wanted = oldest_version("torch")
-    if wanted and version_numbers(torch.__version__)[: len(version_numbers(wanted))] < version_numbers(wanted):
+    if is_older(torch.__version__, wanted):
         return Outcome(here, f"pippy is made for torch {wanted} or newer; pip install 'torch>={wanted}'", fatal=True)
     if not rpc.is_available() or not hasattr(rpc, "TensorPipeRpcBackendOptions"):
         return Outcome(f"{here}, without RPC", "workers need a torch that was built with distributed RPC", fatal=True)
@@ -126,7 +135,7 @@ def packages() -> Outcome:
         importlib.import_module(name)
         versions.append(f"{name} {version(name)}")
         wanted = oldest_version(name)
-        if wanted and version_numbers(version(name))[: len(version_numbers(wanted))] < version_numbers(wanted):
+        if is_older(version(name), wanted):
             return Outcome(
                 versions[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
             )

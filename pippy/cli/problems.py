@@ -67,6 +67,13 @@ class CommandGroup(click.Group):
         return f"\nOn the command line, use {', '.join(said)}" if said else ""
 
 
+def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command these options, in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @contextmanager
 def plain_warnings() -> Iterator[None]:
     """Inside, pippy's warnings are printed without the line of pippy's code that they come from."""

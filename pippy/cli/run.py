@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
+from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path, with_options
 from pippy.ir.base.errors import PippyError, in_brief
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ _NOT_ASKED = (
 
 def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The arguments of a command that runs a script."""
-    workers = "How many workers."
     threads = "How many threads each computes with.  [the cores, divided]"
-    options = (
+    return with_options(
+        function,
         click.argument("script"),
         click.argument("args", nargs=-1, type=click.UNPROCESSED),
         click.option(
@@ -63,23 +63,18 @@ def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
             envvar="PIPPY_WORKERS",
             required=True,
             show_envvar=True,
-            help=workers,
+            help="How many workers.",
         ),
         click.option("--threads", type=click.IntRange(1), help=threads),
         click.option("--pin", is_flag=True, help="Give each worker one core to itself."),
         click.option("--device", help="The device of all workers.  [cpu]"),
         click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."),
     )
-    for option in reversed(options):
-        function = option(function)
-    return function
 
 
 @click.command(cls=ScriptCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
 @script_options
-def run(
-    script: str, args: tuple[str, ...], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
-) -> None:
+def run(**given: Any) -> None:
     """Run SCRIPT with a cluster of workers on this host.
 
     In the script, cluster() gives this cluster, and a driver uses it if it is given no cluster. It starts when the script
@@ -96,18 +91,16 @@ def run(
       pippy run train.py -n 2 --threads 1 --pin -- --epochs 3 --lr 0.1
       PIPPY_WORKERS=4 pippy run -m project.train
     """
-    raise click.exceptions.Exit(run_script(script, args, workers, threads, pin, device, module))
+    raise click.exceptions.Exit(run_script(**given))
 
 
-def run_script(
-    script: str, args: Sequence[str], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
-) -> int:
-    """Run a script with a cluster that stands by. Gives its exit status."""
+def run_script(script: str, args: Sequence[str], workers: int, module: bool, **options: Any) -> int:
+    """Run a script with a cluster that stands by, with these options. Gives the exit status of the script."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise click.ClickException(_UNDER_TORCHRUN.format(script=script))
     with as_python(script, args, module):
         _check_exists(script, module)
-        return _run(script, module, workers, {"threads": threads, "pin": pin, "device": device})
+        return _run(script, module, workers, options)
 
 
 def _check_exists(script: str, module: bool) -> None:
@@ -178,9 +171,7 @@ def show_raised(error: BaseException) -> None:
 
 @click.command(cls=ScriptCommand, no_args_is_help=True, short_help="Compare a script's first step with plain PyTorch.")
 @script_options
-def check(
-    script: str, args: tuple[str, ...], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
-) -> None:
+def check(**given: Any) -> None:
     """Run SCRIPT up to its first training step, and compare this step with the plain model's: driver.check.
 
     The script runs as by `pippy run`. In place of its first driver.run that trains, the step is done on the workers and by
@@ -195,9 +186,9 @@ def check(
       pippy check train.py -n 4 -- --batch-size 16
     """
     with _checking_first_step() as reports:
-        status = run_script(script, args, workers, threads, pin, device, module)
+        status = run_script(**given)
     if not reports and not status:
-        raise click.ClickException(f"{script} ran no step that trains, so there is nothing to compare")
+        raise click.ClickException(f"{given['script']} ran no step that trains, so there is nothing to compare")
     raise click.exceptions.Exit(status)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.problems import check_can_be_written, write
+from pippy.cli.problems import check_can_be_written, with_options, write
 from pippy.cli.show import Target, count_for_call
 from pippy.ir.base.readable import bytes_text, count_with_noun, near_names, text_table
 
@@ -82,7 +82,7 @@ def plain(name: str) -> str:
 
 def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for the numbers of workers, chunks and stages."""
-    return _with(
+    return with_options(
         command,
         click.option("-p", "--workers", type=click.IntRange(1), required=True, help="How many workers."),
         click.option("-m", "--chunks", type=click.IntRange(1), required=True, help="How many micro-batches."),
@@ -93,7 +93,7 @@ def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
 def with_costs(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for the costs of computations and transfers. A single cost is for all stages of a worker together."""
     stage = "for a worker's stages together, or 1,2,… for each stage"
-    return _with(
+    return with_options(
         command,
         click.option("--forward", type=CostOption(), default=1.0, help=f"Cost of a forward, {stage}.  [1]"),
         click.option(
@@ -103,12 +103,6 @@ def with_costs(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--backward", type=CostOption(), help="Of a whole backward.  [input + weight]"),
         click.option("--comm", type=float, default=0.0, help="Time from worker to worker.  [0]"),
     )
-
-
-def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def costs_of(forward: Any, input: Any, weight: Any, backward: Any, comm: float) -> "Costs":

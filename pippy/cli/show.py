@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.problems import call, check_can_be_written, find, find_loss, plain_warnings, value_from_text, write
+from pippy.cli.problems import (
+    call,
+    check_can_be_written,
+    find,
+    find_loss,
+    plain_warnings,
+    value_from_text,
+    with_options,
+    write,
+)
 from pippy.ir.base.readable import bytes_text, text_table
 
 if TYPE_CHECKING:
@@ -39,10 +48,8 @@ _OPTIONS = (
 
 
 def pipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command these options, in this order."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    """Give a command the options that make a Pipe of a model."""
+    return with_options(command, *_OPTIONS)
 
 
 FORMATS = ("all", "graph", "text", "table", "mermaid", "svg")

@@ -241,20 +241,21 @@ class Ticking(nn.Module):
         return x
 
 
+def ticks(model, clock=lambda: Tick.clock, **how):
+    """What the forward and the backward of each operation take."""
+    found = profile(trace(model), {"x": torch.randn(3, 2)}, clock=clock, **how)
+    return [(cost.forward, cost.backward) for cost in found.costs]
+
+
 def test_times_are_of_forward_and_backward_of_each_operation():
-    traced = trace(Ticking(1, 4))
-    x = {"x": torch.randn(3, 2)}
-    found = profile(traced, x, clock=lambda: Tick.clock)
-    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 5), (0, 0), (12, 20)]
-    found = profile(traced, x, trains=False, clock=lambda: Tick.clock)
-    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (12, 0)]
+    assert ticks(Ticking(1, 4)) == [(0, 0), (3, 5), (0, 0), (12, 20)]
+    assert ticks(Ticking(1, 4), trains=False) == [(0, 0), (3, 0), (0, 0), (12, 0)]
 
 
 def test_what_needs_no_gradient_has_no_backward():
     model = Ticking(1, 1)
     model.layers[0].requires_grad_(False)
-    found = profile(trace(model), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
-    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
+    assert ticks(model) == [(0, 0), (3, 0), (0, 0), (3, 5)]
 
 
 class Checkpoints(Ticking):
@@ -298,8 +299,7 @@ def test_what_looking_at_the_clock_takes_does_not_count():
         looks += 1
         return Tick.clock * 100 + looks
 
-    found = profile(trace(Ticking(1, 4)), {"x": torch.randn(3, 2)}, clock=clock)
-    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (300, 500), (0, 0), (1200, 2000)]
+    assert ticks(Ticking(1, 4), clock) == [(0, 0), (300, 500), (0, 0), (1200, 2000)]
 
 
 def test_the_loss_counts_where_the_last_stage_does():
@@ -330,8 +330,7 @@ class FillsATensor(Ticking):
 
 
 def test_a_tensor_that_was_written_into_wants_the_gradients_of_what_was_written():
-    found = profile(trace(FillsATensor(1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
-    assert (found.costs[-1].forward, found.costs[-1].backward) == (3, 5)
+    assert ticks(FillsATensor(1))[-1] == (3, 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -22,7 +22,9 @@ from tests.integrations.trainers import (
     padded,
     sentences,
     train,
+    trained_alike,
     trainers,
+    updates,
 )
 
 LANGUAGE = {"train_dataset": sentences(13), "data_collator": padded}
@@ -111,9 +113,6 @@ class LeavesAnEpoch(TrainerCallback):
 
 def test_smoothed_labels_without_clipping(tmp_path, threads):
     options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "max_steps": 6,
         "max_grad_norm": 0.0,
         "label_smoothing_factor": 0.1,
         "lr_scheduler_type": "polynomial",
@@ -121,36 +120,13 @@ def test_smoothed_labels_without_clipping(tmp_path, threads):
         "eval_strategy": "epoch",
         "prediction_loss_only": True,
     }
-    plain, own = trainers(
-        llama(),
-        tmp_path,
-        threads,
-        options,
-        eval_dataset=sentences(7),
-        check=True,
-        callbacks=[LeavesAnEpoch()],
-        **LANGUAGE,
-    )
-    train(plain, own)
-    assert_same_history(own, plain)
+    given = {"eval_dataset": sentences(7), "callbacks": [LeavesAnEpoch()], **LANGUAGE}
+    trained_alike(llama(), tmp_path, threads, updates(6, 2, 3, **options), check=True, **given)
 
 
 def test_smoothed_labels_that_are_means_over_their_batches(tmp_path, threads):
-    options = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "label_smoothing_factor": 0.1,
-    }
-    plain, own = trainers(
-        gpt2(),
-        tmp_path,
-        threads,
-        {**options, "eval_strategy": "epoch"},
-        check=True,
-        eval_dataset=sentences(6),
-        **LANGUAGE,
-    )
+    options = updates(2, 4, 2, label_smoothing_factor=0.1, eval_strategy="epoch")
+    plain, own = trainers(gpt2(), tmp_path, threads, options, check=True, eval_dataset=sentences(6), **LANGUAGE)
     plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = False
     train(plain, own)
     assert_same_history(own, plain)
@@ -159,18 +135,9 @@ def test_smoothed_labels_that_are_means_over_their_batches(tmp_path, threads):
 @pytest.mark.parametrize("scaled", [True, False])
 def test_losses_that_are_means_over_their_batches(scaled, tmp_path, threads):
     """A classifier divides by its rows. Trainer divides such a loss by the batches of an update, if it knows that it is one."""
-    options = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 3,
-        "max_steps": 4,
-        "eval_strategy": "epoch",
-    }
-    given = {
-        "train_dataset": CLASSES,
-        "eval_dataset": CLASSES[:6],
-        "data_collator": padded,
-        "compute_metrics": accuracy,
-    }
+    options = updates(4, 4, 3, eval_strategy="epoch")
+    data = {"train_dataset": CLASSES, "eval_dataset": CLASSES[:6], "data_collator": padded}
+    given = {**data, "compute_metrics": accuracy}
     plain, own = trainers(bert(), tmp_path, threads, options, check=True, **given)
     plain.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs = scaled
     train(plain, own)
@@ -178,24 +145,13 @@ def test_losses_that_are_means_over_their_batches(scaled, tmp_path, threads):
 
 
 def test_packed_rows(tmp_path, threads):
-    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3}
-    plain, own = trainers(
-        llama(), tmp_path, threads, options, train_dataset=LABELLED, data_collator=DataCollatorWithFlattening()
-    )
-    train(plain, own)
-    assert_same_history(own, plain)
+    packed = {"train_dataset": LABELLED, "data_collator": DataCollatorWithFlattening()}
+    trained_alike(llama(), tmp_path, threads, updates(3, 3, 2), **packed)
 
 
 def test_rows_one_by_one_fill_the_pipeline(tmp_path, threads):
-    options = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 4,
-        "eval_strategy": "epoch",
-    }
-    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
-    train(plain, own)
-    assert_same_history(own, plain)
+    options = updates(4, 1, 4, eval_strategy="epoch")
+    _, own = trained_alike(llama(), tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
     assert own.driver.random_state["steps"] == 4  # one for each update, and not for each row
 
 
@@ -226,16 +182,9 @@ def counted(outputs, labels, num_items_in_batch=None):
 
 @pytest.mark.parametrize("kind, given", [((PlainWeighted, OwnWeighted), {}), (None, {"compute_loss_func": counted})])
 def test_losses_of_the_users_own(kind, given, tmp_path, threads):
-    options = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "eval_strategy": "epoch",
-    }
+    options = updates(2, 4, 2, eval_strategy="epoch")
     given = {**given, **LANGUAGE, "eval_dataset": sentences(4)}
-    plain, own = trainers(gpt2(), tmp_path, threads, options, kind or (Trainer, PipelineTrainer), check=True, **given)
-    train(plain, own)
-    assert_same_history(own, plain)
+    trained_alike(gpt2(), tmp_path, threads, options, kind or (Trainer, PipelineTrainer), check=True, **given)
 
 
 class LeavesOut:
@@ -255,15 +204,8 @@ class OwnLeavesOut(PipelineTrainer, PlainLeavesOut):
 
 
 def test_a_trainer_that_evaluates_in_its_own_way(tmp_path, threads):
-    plain, own = trainers(
-        gpt2(),
-        tmp_path,
-        threads,
-        {"max_steps": 1},
-        (PlainLeavesOut, OwnLeavesOut),
-        eval_dataset=sentences(9),
-        **LANGUAGE,
-    )
+    kinds, given = (PlainLeavesOut, OwnLeavesOut), {"eval_dataset": sentences(9), **LANGUAGE}
+    plain, own = trainers(gpt2(), tmp_path, threads, {"max_steps": 1}, kinds, **given)
     for each in (plain, own):
         each.evaluate()  # before, the stages are made for it; and after, they are those of the training
     train(plain, own)
@@ -273,8 +215,7 @@ def test_a_trainer_that_evaluates_in_its_own_way(tmp_path, threads):
 
 
 def test_another_training_may_have_other_arguments(tmp_path, threads):
-    plain, own = trainers(gpt2(), tmp_path, threads, {"max_steps": 2}, **LANGUAGE)
-    train(plain, own)
+    plain, own = trained_alike(gpt2(), tmp_path, threads, {"max_steps": 2}, **LANGUAGE)
     for each in (plain, own):
         each.data_collator = lambda rows: {
             name: value for name, value in padded(rows).items() if name != "attention_mask"
@@ -300,8 +241,6 @@ class Seen(TrainerCallback):
 
 def test_callbacks_and_early_stopping(tmp_path, threads):
     options = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
         "learning_rate": 0.1,  # so large that it soon gets worse for other rows
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -311,12 +250,10 @@ def test_callbacks_and_early_stopping(tmp_path, threads):
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "num_train_epochs": 20,
-    }
+    } | updates(accumulated=2)
     given = {"eval_dataset": sentences(6), "callbacks": [EarlyStoppingCallback(2), Seen()], **LANGUAGE}
-    plain, own = trainers(gpt2(), tmp_path, threads, options, **given)
-    train(plain, own)
+    plain, own = trained_alike(gpt2(), tmp_path, threads, options, rel=1e-3, **given)
     assert own.state.global_step == plain.state.global_step < 20
-    assert_same_history(own, plain, rel=1e-3)
     assert own.callback_handler.callbacks[-2].calls == plain.callback_handler.callbacks[-2].calls != []
     assert_same_model(own.model, plain.model, rtol=1e-3)  # the best one
     assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
@@ -363,10 +300,8 @@ class _Nothing:
 
 
 def test_bfloat16(tmp_path, threads):
-    options = {"per_device_train_batch_size": 4, "max_steps": 5, "bf16": True, "eval_strategy": "epoch"}
-    plain, own = trainers(llama(), tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
-    train(plain, own)
-    assert_same_history(own, plain, rel=2e-2)
+    options = updates(5, bf16=True, eval_strategy="epoch")
+    plain, own = trained_alike(llama(), tmp_path, threads, options, rel=2e-2, eval_dataset=sentences(6), **LANGUAGE)
     assert {each.dtype for each in own.model.parameters()} == {torch.float32}
     predicted = own.predict(sentences(4)).predictions
     assert predicted.dtype == plain.predict(sentences(4)).predictions.dtype
@@ -375,16 +310,8 @@ def test_bfloat16(tmp_path, threads):
 
 def test_float16_with_a_scaled_loss(tmp_path, threads):
     """On a CPU a plain Trainer ignores fp16, so that its numbers are those of float32."""
-    options = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 5,
-        "fp16": True,
-        "save_strategy": "steps",
-        "save_steps": 3,
-    }
-    plain, own = trainers(llama(), tmp_path, threads, options, **LANGUAGE)
-    train(plain, own)
-    assert_same_history(own, plain, rel=5e-3)
+    options = updates(5, fp16=True, save_strategy="steps", save_steps=3)
+    plain, own = trained_alike(llama(), tmp_path, threads, options, rel=5e-3, **LANGUAGE)
     assert [each["loss"] for each in own.state.log_history[:5]] != [
         each["loss"] for each in plain.state.log_history[:5]
     ]
@@ -402,19 +329,10 @@ def test_float16_with_a_scaled_loss(tmp_path, threads):
 def test_low_rank_adapters(tmp_path, threads):
     peft = pytest.importorskip("peft", reason="peft is in the extra 'dev'")
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    options = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-    }
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     model = peft.get_peft_model(llama(), config)
-    plain, own = trainers(model, tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
-    train(plain, own)
-    assert_same_history(own, plain)
+    options = updates(3, load_best_model_at_end=True, **options)
+    plain, own = trained_alike(model, tmp_path, threads, options, eval_dataset=sentences(6), **LANGUAGE)
     assert_same_model(own.model, plain.model)
     own.save_model(str(tmp_path / "adapter"))
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")

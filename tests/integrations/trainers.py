@@ -85,6 +85,20 @@ def trainers(model, folder, cluster, options, kind=(Trainer, PipelineTrainer), p
     return plain, kind[1](copied, arguments(folder / "own", **options), cluster=cluster, **how, **given)
 
 
+def updates(count=None, rows=4, accumulated=1, **more):
+    """TrainingArguments for so many updates, each of ``accumulated`` batches of so many rows."""
+    batches = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated}
+    return batches | ({} if count is None else {"max_steps": count}) | more
+
+
+def trained_alike(*given, rel=2e-5, **how):
+    """A plain Trainer and a PipelineTrainer, as `trainers` makes them, that have trained with the same history."""
+    plain, own = trainers(*given, **how)
+    train(plain, own)
+    assert_same_history(own, plain, rel=rel)
+    return plain, own
+
+
 SPEEDS = ("runtime", "per_second", "total_flos", "preparation_time")
 
 

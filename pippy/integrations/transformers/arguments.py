@@ -116,63 +116,46 @@ class PipelineArguments:
 
 @dataclass(frozen=True)
 class RefusedArgument:
-    """An argument of TrainingArguments that has no effect on workers. ``given`` says whether it is."""
+    """An argument of TrainingArguments that has no effect on workers. ``given`` says of a value whether it is refused."""
 
     name: str
-    given: Callable[[Any], Any]
     why: str
     instead: str
-
-
-def _set(name: str) -> Callable[[Any], Any]:
-    return lambda args: getattr(args, name, None)
+    given: Callable[[Any], bool] = bool
 
 
 _WHOLE_MODEL = "it divides the model among processes that each run the script, and here one script has workers"
 _NO_CASTS = "it casts the model of this process, and the workers have parameters of their own"
+_DIVIDED = "leave it out; stages= divides the model, replicas= the rows"
 
 REFUSED_ARGUMENTS = (
-    RefusedArgument("deepspeed", _set("deepspeed"), _WHOLE_MODEL, "leave it out; stages= divides the model"),
-    RefusedArgument("fsdp", _set("fsdp"), _WHOLE_MODEL, "leave it out; stages= divides the model, replicas= the rows"),
-    RefusedArgument(
-        "parallelism_config",
-        _set("parallelism_config"),
-        _WHOLE_MODEL,
-        "leave it out; stages= divides the model, replicas= the rows",
-    ),
+    RefusedArgument("deepspeed", _WHOLE_MODEL, "leave it out; stages= divides the model"),
+    RefusedArgument("fsdp", _WHOLE_MODEL, _DIVIDED),
+    RefusedArgument("parallelism_config", _WHOLE_MODEL, _DIVIDED),
     RefusedArgument(
         "torch_compile",
-        _set("torch_compile"),
         "it compiles the model of this process, which is not called",
         "leave it out, and have the workers compile their stages: PipelineArguments(compile=True)",
     ),
-    RefusedArgument(
-        "use_liger_kernel",
-        _set("use_liger_kernel"),
-        "its kernels are not made of operations that can be traced",
-        "leave it out",
-    ),
+    RefusedArgument("use_liger_kernel", "its kernels are not made of operations that can be traced", "leave it out"),
     RefusedArgument(
         "auto_find_batch_size",
-        _set("auto_find_batch_size"),
         "the workers run out of memory, and not this process",
         "leave it out, and say what a worker may hold: PipelineArguments(memory='12GiB')",
     ),
     RefusedArgument(
         "neftune_noise_alpha",
-        lambda args: getattr(args, "neftune_noise_alpha", None) is not None,
         "its hook is removed from the model of this process after the training, and would stay on the workers",
         "leave it out, and add the noise in the model's forward",
+        lambda alpha: alpha is not None,
     ),
-    RefusedArgument("fp16_full_eval", _set("fp16_full_eval"), _NO_CASTS, "leave it out, or use fp16=True"),
-    RefusedArgument("bf16_full_eval", _set("bf16_full_eval"), _NO_CASTS, "leave it out, or use bf16=True"),
+    RefusedArgument("fp16_full_eval", _NO_CASTS, "leave it out, or use fp16=True"),
+    RefusedArgument("bf16_full_eval", _NO_CASTS, "leave it out, or use bf16=True"),
     RefusedArgument(
         "debug",
-        lambda args: any(
-            "overflow" in str(getattr(each, "value", each)) for each in getattr(args, "debug", None) or ()
-        ),
         "it looks into the model of this process, which is not called",
         "leave it out, and compare a step with the plain model by pippy check",
+        lambda options: any("overflow" in str(getattr(each, "value", each)) for each in options or ()),
     ),
 )
 
@@ -180,9 +163,10 @@ REFUSED_ARGUMENTS = (
 def check_training_arguments(args: Any) -> None:
     """Raise if a PipelineTrainer cannot do as these TrainingArguments say."""
     for each in REFUSED_ARGUMENTS:
-        if each.given(args):
+        value = getattr(args, each.name, None)
+        if each.given(value):
             raise DriverError(
-                f"{each.name}={getattr(args, each.name)!r}: PipelineTrainer cannot do that, because {each.why}; {each.instead}"
+                f"{each.name}={value!r}: PipelineTrainer cannot do that, because {each.why}; {each.instead}"
             )
     if args.device.type != "cpu":
         raise DriverError(

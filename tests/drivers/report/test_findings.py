@@ -7,32 +7,13 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-import torch
-from torch import nn
 
-from pippy import PipelineDriver, pipeline
 from pippy.drivers.plan import add_communication, make_schedule
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
 from pippy.drivers.report.drawings import ticks
 from pippy.drivers.report.findings import off_cores
-from tests.drivers.models import Chain
 from tests.drivers.report.test_report import SVG
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
-from tests.drivers.thread_cluster import thread_cluster
-
-
-@pytest.fixture(scope="module")
-def real():
-    """A recording of real steps."""
-    with thread_cluster(4) as cluster:
-        driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), cluster, schedule="zb_h1")
-        x = torch.randn(8, 8)
-        driver.run(4, x, x)
-        with driver.record(limit=3) as recording:
-            for _ in range(5):
-                driver.run(4, x, x)
-        driver.close()
-    return recording
 
 
 def test_uneven_stages_lead_where_they_lose_most_and_what_is_promised_is_of_the_measured_step():

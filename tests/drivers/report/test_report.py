@@ -25,33 +25,9 @@ from pippy.ir.base.readable import duration, percent
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.report.browser import cut_at, needs_browser, opened
 from tests.drivers.synthetic_steps import slow_stage
-from tests.drivers.thread_cluster import thread_cluster
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = "</script><script>document.documentElement.dataset.error='escaped'</script><b>&\"'"
-
-
-@pytest.fixture(scope="module")
-def real():
-    """A recording of real steps."""
-    with thread_cluster(4) as cluster:
-        driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), cluster, schedule="zb_h1")
-        x = torch.randn(8, 8)
-        driver.run(4, x, x)
-        with driver.record(limit=3) as recording:
-            for _ in range(5):
-                driver.run(4, x, x)
-        driver.close()
-    return recording
-
-
-# Sentences
-
-
-# Trace events
-
-
-# The picture
 
 
 # The page
