@@ -128,6 +128,16 @@ def update(*optimizers: Any) -> None:
         each.zero_grad()
 
 
+def assert_bits(mine: Any, theirs: Any) -> None:
+    """The same names, and under each the same tensor, bit for bit, or none."""
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        assert (tensor is None) == (theirs[name] is None), name
+        assert tensor is None or torch.equal(tensor, theirs[name]), (
+            f"{name}: off by {(tensor - theirs[name]).abs().max()}"
+        )
+
+
 class Beside:
     """A driver, and the plain model beside it: both are given the same, and must give the same.
 
@@ -160,18 +170,21 @@ class Beside:
         ]
         return self.optimizers[-2]
 
-    def run(self, chunks: int, *given: Any, **tolerance: Any) -> Any:
-        """A step: the same loss. The last of ``given`` is the target, if there is a loss function. Returns the loss."""
-        inputs = fresh_inputs(given)  # forward may change them
-        expected = self.plain(*inputs) if self.loss is None else self.loss(self.plain(*inputs[:-1]), inputs[-1])
+    def run(self, chunks: int, *given: Any, plain: Any = None, **tolerance: Any) -> Any:
+        """A step: the same loss. The last of ``given`` is the target, if there is a loss function. Returns the loss.
+
+        ``plain`` are the plain model's arguments, if they are others.
+        """
         loss = self.driver.run(chunks, *given)
+        inputs = plain or given
+        expected = self.plain(*inputs) if self.loss is None else self.loss(self.plain(*inputs[:-1]), inputs[-1])
         in_float64 = {"rtol": 1e-12, "atol": 1e-14} if loss.dtype is torch.float64 else {}
         assert_loss(loss, expected, **(tolerance or in_float64))
         return loss
 
-    def step(self, chunks: int, *given: Any, **tolerance: Any) -> None:
+    def step(self, chunks: int, *given: Any, plain: Any = None, **tolerance: Any) -> None:
         """A step: the same loss, and the same gradients, which add up over steps."""
-        self.run(chunks, *given, **tolerance)
+        self.run(chunks, *given, plain=plain, **tolerance)
         self.same_gradients(**tolerance)
 
     def same_gradients(self, **tolerance: Any) -> None:
