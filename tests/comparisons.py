@@ -1,4 +1,4 @@
-"""Comparing a Pipe with the plain model."""
+"""Comparing a Pipe, and a driver, with the plain model."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import Pipe
+from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipeline
 from pippy.ir.base.trees import leaves, map_tensors
 
 
@@ -126,3 +126,80 @@ def update(*optimizers: Any) -> None:
     for each in optimizers:
         each.step()
         each.zero_grad()
+
+
+def assert_bits(mine: Any, theirs: Any) -> None:
+    """The same names, and under each the same tensor, bit for bit, or none."""
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        assert (tensor is None) == (theirs[name] is None), name
+        assert tensor is None or torch.equal(tensor, theirs[name]), (
+            f"{name}: off by {(tensor - theirs[name]).abs().max()}"
+        )
+
+
+class Beside:
+    """A driver, and the plain model beside it: both are given the same, and must give the same.
+
+    ``plain`` is the plain model where a copy of the model would not do; ``pipe`` has the options of `pipeline()`; all others
+    are the driver's, which is a `PipelineDriver` where they name a schedule.
+    """
+
+    def __init__(
+        self,
+        cluster: Any,
+        model: Any,
+        loss: Any = nn.MSELoss(),  # noqa: B008
+        kind: Any = None,
+        plain: Any = None,
+        pipe: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.loss = model, loss
+        self.plain: Any = twin(model) if plain is None else plain
+        self.pipe = pipeline(model, loss, **(pipe or {}))
+        kind = kind or (PipelineDriver if "schedule" in options else PipelineDriver1F1B)
+        self.driver = kind(self.pipe, cluster, **options)
+        self.optimizers: list[Any] = []
+
+    def optimize(self, kind: Any, **options: Any) -> Any:
+        """Both have such an optimizer. Returns that of the driver."""
+        self.optimizers += [
+            self.driver.instantiate_optimizer(kind, **options),
+            kind(self.plain.parameters(), **options),
+        ]
+        return self.optimizers[-2]
+
+    def run(self, chunks: int, *given: Any, plain: Any = None, **tolerance: Any) -> Any:
+        """A step: the same loss. The last of ``given`` is the target, if there is a loss function. Returns the loss.
+
+        ``plain`` are the plain model's arguments, if they are others.
+        """
+        loss = self.driver.run(chunks, *given)
+        inputs = plain or given
+        expected = self.plain(*inputs) if self.loss is None else self.loss(self.plain(*inputs[:-1]), inputs[-1])
+        in_float64 = {"rtol": 1e-12, "atol": 1e-14} if loss.dtype is torch.float64 else {}
+        assert_loss(loss, expected, **(tolerance or in_float64))
+        return loss
+
+    def step(self, chunks: int, *given: Any, plain: Any = None, **tolerance: Any) -> None:
+        """A step: the same loss, and the same gradients, which add up over steps."""
+        self.run(chunks, *given, plain=plain, **tolerance)
+        self.same_gradients(**tolerance)
+
+    def same_gradients(self, **tolerance: Any) -> None:
+        assert_gradients(self.driver, self.plain, **tolerance)
+
+    def same_state(self, **tolerance: Any) -> None:
+        assert_state(self.driver, self.plain, **tolerance)
+
+    def zero_grad(self) -> None:
+        self.driver.zero_grad()
+        self.plain.zero_grad()
+
+    def update(self, zero_grad: bool = True) -> None:
+        """All optimizers make their step, and drop the gradients."""
+        for each in self.optimizers:
+            each.step()
+            if zero_grad:
+                each.zero_grad()

@@ -17,8 +17,7 @@ from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.trace.tracer import PipeTracer
 from tests.comparisons import assert_gradients, assert_loss
-from tests.drivers.cut_connections import cut_connections_to_siblings
-from tests.drivers.scarce import NO_MEMORY, be_scarce
+from tests.drivers.scarce import NO_MEMORY, be_scarce, cut_connections_to_siblings
 
 FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT, SILENCE = range(1, 11)
 NOWHERE = -1

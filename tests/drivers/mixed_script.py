@@ -25,7 +25,6 @@ from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.wire.messages import doors, rpc
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.failing_model import (
     BACKWARD,
     EXIT,
@@ -38,7 +37,7 @@ from tests.drivers.failing_model import (
     trapped_pipe,
 )
 from tests.drivers.processes import listening, stop, until, within
-from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
+from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY, let_nothing_in
 from tests.drivers.thread_cluster import thread_cluster
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"]  # one of each placement; the last begins at both ends

@@ -8,9 +8,9 @@ import torch
 
 import pippy
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
-from tests.drivers.cut_connections import CONTROLLERS, call_this_process
 from tests.drivers.failing_model import CUT, SILENCE, UNREADABLE, Training
 from tests.drivers.processes import within
+from tests.drivers.scarce import CONTROLLERS, call_this_process
 
 how, timeout = sys.argv[1], float(sys.argv[2])
 if os.environ["RANK"] == "0":

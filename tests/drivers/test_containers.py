@@ -16,7 +16,7 @@ from pippy.drivers.protocol.steps import Step
 from pippy.errors import InputError, PippyError, VerificationError
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import children, leaves
-from tests.comparisons import assert_gradients, assert_same_gradients
+from tests.comparisons import Beside, assert_gradients, assert_loss, assert_same_gradients
 from tests.drivers.models import TwoLayers
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -101,24 +101,21 @@ def loss_of_tensors(output, target):
     return sum(F.mse_loss(each, target) for each in leaves(output) if isinstance(each, torch.Tensor))
 
 
-def test_containers_in_between_and_out(threads):
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_in_between_and_out(threads, kind):
     x, one, other, target = torch.randn(4, 6, 4)
-    for make, read in KINDS.values():
-        model = Model(read, make, make)
-        plain = copy.deepcopy(model)
-        given = make(one, other)
-        output = plain(x, given)
-        loss = loss_of_tensors(output, target)
-        loss.backward()
-        pipe = pipeline(model, loss_of_tensors)
-        torch.testing.assert_close(pipe(x, given, target), loss.detach())
-        assert_same_gradients(pipe, plain)
-        driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
-        found, outputs = driver.run(2, x, given, target, outputs=True)
-        torch.testing.assert_close(found, loss.detach())
-        check_same(outputs, output)
-        assert_gradients(driver, plain)
-        driver.close()
+    make, read = KINDS[kind]
+    model, given = Model(read, make, make), make(one, other)
+    plain = copy.deepcopy(model)
+    output = plain(x, given)
+    pipe = pipeline(model, loss_of_tensors)
+    assert_loss(pipe(x, given, target), loss_of_tensors(output, target))
+    assert_same_gradients(pipe, plain)
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
+    found, outputs = driver.run(2, x, given, target, outputs=True)
+    torch.testing.assert_close(found, loss_of_tensors(output, target).detach())
+    check_same(outputs, output)
+    assert_gradients(driver, plain)
 
 
 class OwnArguments(nn.Module):
@@ -176,14 +173,9 @@ class Packing(nn.Module):
 @pytest.mark.parametrize("on", ["cluster", "threads"])
 def test_named_tuples_that_check_what_they_hold(on, request):
     """They were made again around what stands for tensors, and a PackedSequence could not go from stage to stage."""
-    model, lengths = Packing(), torch.tensor([5, 2, 3, 1])
-    x, target = torch.randn(4, 5, 3), torch.randn(4, 2)
-    plain = copy.deepcopy(model)
-    F.mse_loss(plain(x, lengths), target).backward()
-    pipe = pipeline(model, nn.MSELoss(), example_args=(x, lengths, target), num_stages=3)  # weighed by running it
-    driver = PipelineDriver1F1B(pipe, request.getfixturevalue(on))
-    driver.run(2, x, lengths, target)
-    assert_gradients(driver, plain)
+    given = torch.randn(4, 5, 3), torch.tensor([5, 2, 3, 1]), torch.randn(4, 2)
+    pipe = {"example_args": given, "num_stages": 3}  # weighed by running it
+    Beside(request.getfixturevalue(on), Packing(), pipe=pipe).step(2, *given)
 
 
 # Objects that the pipeline takes for constants, with tensors somewhere inside of them.
@@ -343,33 +335,32 @@ def test_other_defaults_that_exist_once(missing):
     assert "example" in str(caught.value)
 
 
+class Defaults(TwoLayers):
+    """Arguments before and after those with a default of the user's own."""
+
+    width = 4
+
+    def forward(self, x, scale=2.0, mask=Missing, other=Missing(), *, shift=1.0):  # noqa: B008
+        x = x.relu() + other
+        pipe_split()
+        return self.first(x) * scale * mask + shift
+
+
 def test_an_argument_after_such_a_default():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    class Net(TwoLayers):
+        width = 4
 
         def forward(self, x, mask=Token.MISSING, scale=2.0):
             x = x.relu()
             pipe_split()
-            return self.layer(x) * (scale if mask is Token.MISSING else 0)
+            return self.first(x) * (scale if mask is Token.MISSING else 0)
 
     model = Net()
     torch.testing.assert_close(pipeline(model)(X, scale=3.0), model(X, scale=3.0))
 
 
 def test_a_default_before_one_that_no_graph_can_have():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x, scale=2.0, mask=Missing, other=Missing(), *, shift=1.0):  # noqa: B008
-            x = x.relu() + other
-            pipe_split()
-            return self.layer(x) * scale * mask + shift
-
-    model = Net()
+    model = Defaults()
     pipe = pipeline(model, example_args=(X,), example_kwargs={"mask": MASK, "other": MASK})
     torch.testing.assert_close(pipe(X, mask=MASK, other=MASK + 1), model(X, mask=MASK, other=MASK + 1))
     pipe = pipeline(model, example_args=(X, MASK, MASK, MASK), example_kwargs={"shift": MASK})

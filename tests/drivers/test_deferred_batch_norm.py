@@ -20,8 +20,7 @@ from pippy.drivers.worker import stage_call
 from pippy.errors import SharedParameterError
 from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches
-from tests.comparisons import assert_loss
-from tests.drivers.test_driver import assert_bits
+from tests.comparisons import Beside, assert_bits
 from tests.ir.cut.test_params import NormTwice
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -71,13 +70,10 @@ def assert_statistics(state, plain):
         torch.testing.assert_close(state[name], buffer, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: name + text)
 
 
-@contextlib.contextmanager
-def driver_of(pipe, cluster, kind=PipelineDriver1F1B, **options):
-    driver = kind(pipe, cluster, **options)
-    try:
-        yield driver
-    finally:
-        driver.close()
+def beside(cluster, model, loss=nn.MSELoss(), kind=None, **options):  # noqa: B008
+    """A model with deferred norms on a driver, and the plain model beside it."""
+    plain = copy.deepcopy(model)
+    return Beside(cluster, pippy.convert_deferred_batch_norm(model), loss, kind, plain=plain, **options)
 
 
 SCHEDULES = ["fill_drain", "1f1b", "zb_h1", "interleaved_1f1b", "looped_bfs"]
@@ -94,29 +90,21 @@ MODES = ["never", "always", "except_last", {1: "always"}]
 )
 @settings(max_examples=6, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_statistics_are_those_of_the_mini_batch(threads, sizes, schedule, mode, out_of_order, how, compile):
-    model = Net()
-    plain = copy.deepcopy(model)
-    schedule = "fill_drain" if how == "single_loss" else schedule
-    options = {
-        "schedule": schedule,
-        "checkpoint": mode,
-        "out_of_order": out_of_order,
-        "single_loss": how == "single_loss",
-        "compile": compile,
-    }
+    single = how == "single_loss"
+    options = {"checkpoint": mode, "out_of_order": out_of_order, "single_loss": single, "compile": compile}
+    options["schedule"] = schedule = "fill_drain" if single else schedule
     options["world_size"] = 1 if schedule in SCHEDULES[3:] else 3
-    pipe = pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
-    with driver_of(pipe, threads, PipelineDriver, loss_reduction="mean", **options) as driver:
-        steps = []
-        for _ in range(2):
-            microbatches = [torch.randn(size, 2, 4, 4) * 2 + 7 for size in sizes]
-            given = MicroBatches(microbatches), MicroBatches([torch.randn(size, 3) for size in sizes])
-            with torch.set_grad_enabled(how != "forward"):
-                steps.append(driver.run_async(len(sizes), *given))
-            count(plain, [(each,) for each in microbatches])
-        for step in steps:
-            step.result()
-        assert_statistics(driver.state_dict(), plain)
+    both, steps = beside(threads, Net(), loss_reduction="mean", **options), []
+    for _ in range(2):
+        microbatches = [torch.randn(size, 2, 4, 4) * 2 + 7 for size in sizes]
+        given = MicroBatches(microbatches), MicroBatches([torch.randn(size, 3) for size in sizes])
+        with torch.set_grad_enabled(how != "forward"):
+            steps.append(both.driver.run_async(len(sizes), *given))
+        count(both.plain, [(each,) for each in microbatches])
+    for step in steps:
+        step.result()
+    assert_statistics(both.driver.state_dict(), both.plain)
+    both.driver.close()
 
 
 def test_the_bits_are_those_of_the_reference_under_every_schedule(threads):
@@ -126,30 +114,23 @@ def test_the_bits_are_those_of_the_reference_under_every_schedule(threads):
     microbatches = [dict(zip(names, given)) for given in zip(x.tensor_split(4), target.tensor_split(4))]
     run_microbatches(compiled_of(reference), microbatches)
     for schedule in SCHEDULES:
-        with driver_of(
-            pipeline(copy.deepcopy(model), nn.MSELoss()),
-            threads,
-            PipelineDriver,
-            schedule=schedule,
-            compile="graphs",
-            checkpoint="always" if schedule == "1f1b" else "never",
-        ) as driver:
-            driver.run(4, x, target)
-            assert_bits(driver.state_dict(), reference.state_dict())
-            norms = ("submod_0", "submod_1", "submod_2")
-            assert all(driver.compiled[each] == "graphs for 2 forms of inputs" for each in norms)
+        pipe, mode = pipeline(copy.deepcopy(model), nn.MSELoss()), "always" if schedule == "1f1b" else "never"
+        driver = PipelineDriver(pipe, threads, schedule=schedule, compile="graphs", checkpoint=mode)
+        driver.run(4, x, target)
+        assert_bits(driver.state_dict(), reference.state_dict())
+        norms = ("submod_0", "submod_1", "submod_2")
+        assert all(driver.compiled[each] == "graphs for 2 forms of inputs" for each in norms)
+        driver.close()
 
 
 def test_a_norm_that_counts_twice_is_seen(threads, monkeypatch):
     """A mutation: what a forward that is computed again changes is not put back."""
     monkeypatch.setattr(stage_call, "as_before", lambda changes: contextlib.nullcontext())
-    model, x = Net(), torch.randn(8, 2, 4, 4)
-    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
-    with driver_of(pipe, threads, checkpoint="always") as driver:
-        driver.run(2, x, torch.randn(8, 3))
-        count(plain, [(each,) for each in x.split(4)])
-        with pytest.raises(AssertionError, match="running_mean"):
-            assert_statistics(driver.state_dict(), plain)
+    both, x = beside(threads, Net(), checkpoint="always"), torch.randn(8, 2, 4, 4)
+    both.driver.run(2, x, torch.randn(8, 3))
+    count(both.plain, [(each,) for each in x.split(4)])
+    with pytest.raises(AssertionError, match="running_mean"):
+        assert_statistics(both.driver.state_dict(), both.plain)
 
 
 class Fails(torch.autograd.Function):
@@ -176,19 +157,17 @@ class FailsInBackward(Net):
 
 def test_a_step_that_fails_counts_nowhere(threads):
     """Those before it, which are not known to have succeeded when it fails, count; those after it are given up."""
-    model, x, target = FailsInBackward(), torch.randn(9, 2, 4, 4), torch.randn(9, 3)
-    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
-    with driver_of(pipe, threads) as driver:
-        for _ in range(2):
-            steps = [driver.run_async(3, x + shift, target) for shift in (0, 1, 1000, 2)]
-            for step in steps[:2]:
+    both, x, target = beside(threads, FailsInBackward()), torch.randn(9, 2, 4, 4), torch.randn(9, 3)
+    for _ in range(2):
+        steps = [both.driver.run_async(3, x + shift, target) for shift in (0, 1, 1000, 2)]
+        for step in steps[:2]:
+            step.result()
+        for step in steps[2:]:
+            with pytest.raises(StepError, match="too large"):
                 step.result()
-            for step in steps[2:]:
-                with pytest.raises(StepError, match="too large"):
-                    step.result()
-            for shift in (0, 1):
-                count(plain, [(part + shift,) for part in x.tensor_split(3)])
-            assert_statistics(driver.state_dict(), plain)
+        for shift in (0, 1):
+            count(both.plain, [(part + shift,) for part in x.tensor_split(3)])
+        assert_statistics(both.driver.state_dict(), both.plain)
 
 
 class Twice(nn.Module):
@@ -210,20 +189,16 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_norms_that_are_called_more_than_once(threads, reentrant):
+@pytest.mark.parametrize("options", [{"schedule": "zb_h1", "compile": "graphs"}, {"checkpoint": "always"}], ids=str)
+def test_norms_that_are_called_more_than_once(threads, reentrant, options):
     """A part that torch checkpoints is counted in both of its forwards, as in plain PyTorch."""
-    x, target = torch.randn(3, 4), torch.randn(3, 4)
-    for options in ({"schedule": "zb_h1", "compile": "graphs"}, {"checkpoint": "always"}):
-        model = Twice(reentrant)
-        plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
-        with driver_of(pipe, threads, PipelineDriver, **{"schedule": "1f1b", **options}) as driver:
-            # the same rows in all micro-batches: so they are normalized as the whole is
-            loss = driver.run(3, x.repeat(3, 1), target.repeat(3, 1))
-            assert_loss(loss, nn.functional.mse_loss(plain(x.repeat(3, 1)), target.repeat(3, 1)))
-            state = driver.state_dict()
-            for name, buffer in plain.named_buffers(remove_duplicate=False):
-                torch.testing.assert_close(state[name], buffer, msg=lambda text, name=name: name + text)
-            assert state["inside.num_batches_tracked"] == state["twice.num_batches_tracked"] == 2
+    both, x, target = beside(threads, Twice(reentrant), **options), torch.randn(3, 4), torch.randn(3, 4)
+    # the same rows in all micro-batches: so they are normalized as the whole is
+    both.run(3, x.repeat(3, 1), target.repeat(3, 1), rtol=1e-10, atol=0)
+    state = both.driver.state_dict()
+    for name, buffer in both.plain.named_buffers(remove_duplicate=False):
+        torch.testing.assert_close(state[name], buffer, msg=lambda text, name=name: name + text)
+    assert state["inside.num_batches_tracked"] == state["twice.num_batches_tracked"] == 2
 
 
 def test_forward_in_evaluation_and_without_a_pipeline_is_the_plain_model(threads):
@@ -235,9 +210,10 @@ def test_forward_in_evaluation_and_without_a_pipeline_is_the_plain_model(threads
     assert_statistics(model.state_dict(), plain)
     pipe.eval()
     plain.eval()
-    with driver_of(pipe, threads) as driver, torch.no_grad():
+    driver = PipelineDriver1F1B(pipe, threads)
+    with torch.no_grad():
         torch.testing.assert_close(driver.run(1, x, target), nn.functional.mse_loss(plain(x), target))
-        driver.copy_to(model)
+    driver.copy_to(model)
     assert_statistics(model.state_dict(), plain)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert not any(
@@ -246,12 +222,10 @@ def test_forward_in_evaluation_and_without_a_pipeline_is_the_plain_model(threads
 
 
 def test_outputs_that_are_looked_at_once_more_are_not_counted(threads):
-    model, x = Net(), torch.randn(6, 2, 4, 4)
-    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model))
-    with driver_of(pipe, threads, PipelineDriverFillDrain) as driver:
-        driver.run(3, x)
-        count(plain, [(each,) for each in x.split(2)])
-        assert_statistics(driver.state_dict(), plain)
+    both, x = beside(threads, Net(), None, PipelineDriverFillDrain), torch.randn(6, 2, 4, 4)
+    both.driver.run(3, x)
+    count(both.plain, [(each,) for each in x.split(2)])
+    assert_statistics(both.driver.state_dict(), both.plain)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +237,11 @@ def test_low_precision_and_autocast(threads, dtype, tolerance):
     model, x = model.to(dtype), x.to(dtype)
     mean, variance = x.double().mean(0), x.double().var(0)
     pipe = pippy.Pipe.from_sequential(pippy.convert_deferred_batch_norm(model))
-    with driver_of(pipe, threads, world_size=3) as driver, torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not torch.float16):  # which that does not take
-            driver.run(16, x)
-        state = driver.state_dict()
+    driver = PipelineDriver1F1B(pipe, threads, world_size=3)
+    # float16 is no dtype that autocast to bfloat16 takes
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is not torch.float16):
+        driver.run(16, x)
+    state = driver.state_dict()
     assert state["1.running_var"].dtype == dtype
     torch.testing.assert_close(state["1.running_mean"].double(), mean, rtol=tolerance, atol=0)
     torch.testing.assert_close(state["1.running_var"].double(), variance, rtol=tolerance, atol=0)
@@ -279,12 +254,13 @@ def test_compiled_stages(threads, dtype):
     pipe = pippy.Pipe.from_sequential(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
     states = []
     for compile in (False, {"backend": "aot_eager", "fullgraph": True}):
-        with driver_of(pipe, threads, compile=compile, checkpoint={1: "always"}, world_size=1) as driver:
-            for _ in range(2):
-                driver.run(2, x, target)
-            with torch.no_grad():
-                driver.run(2, x * 2, target)
-            states.append(driver.state_dict())
+        driver = PipelineDriver1F1B(pipe, threads, compile=compile, checkpoint={1: "always"}, world_size=1)
+        for _ in range(2):
+            driver.run(2, x, target)
+        with torch.no_grad():
+            driver.run(2, x * 2, target)
+        states.append(driver.state_dict())
+        driver.close()
     torch.testing.assert_close(states[1], states[0])
 
 
@@ -292,13 +268,13 @@ def test_a_norm_that_two_stages_call_is_refused(threads):
     with pytest.raises(SharedParameterError, match=r"'norm' \(DeferredBatchNorm\) updates its running statistics"):
         pipeline(pippy.convert_deferred_batch_norm(NormTwice()))
     pipe = pipeline(pippy.convert_deferred_batch_norm(NormTwice()).eval())
-    with driver_of(pipe, threads, compile="graphs") as driver:
+    driver = PipelineDriver1F1B(pipe, threads, compile="graphs")
+    driver.run(2, torch.randn(6, 4))
+    before = driver.state_dict()
+    pipe.train()
+    with pytest.raises(StepError, match=r"changed 'norm\.\w+'.* in place, which other stages hold too"):
         driver.run(2, torch.randn(6, 4))
-        before = driver.state_dict()
-        pipe.train()
-        with pytest.raises(StepError, match=r"changed 'norm\.\w+'.* in place, which other stages hold too"):
-            driver.run(2, torch.randn(6, 4))
-        assert all(torch.equal(each, before[name]) for name, each in driver.state_dict().items())
+    assert all(torch.equal(each, before[name]) for name, each in driver.state_dict().items())
 
 
 NORMS = {

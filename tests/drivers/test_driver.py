@@ -25,9 +25,8 @@ from pippy.ir.call.signature import bind
 from pippy.ir.pipe import compiled_of
 from pippy.ir.record.compiled import flat_inputs, is_getitem
 from pippy.ir.reference import run_microbatches
-from tests.comparisons import assert_gradients, assert_loss
+from tests.comparisons import Beside, assert_bits, assert_loss
 from tests.drivers.models import Chain
-from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import WAYS, exhibits
 
 pytestmark = [
@@ -44,16 +43,6 @@ def build(name, config):
     model = exhibits[name]()
     spec = model.output_loss_value_spec
     return model, pipeline(model, model.loss_fn, multi_use_param_spec=config, output_loss_value_spec=spec)
-
-
-def assert_bits(mine, theirs):
-    """The same names, and under each the same tensor, bit for bit, or none."""
-    assert list(mine) == list(theirs)
-    for name, tensor in mine.items():
-        assert (tensor is None) == (theirs[name] is None), name
-        assert tensor is None or torch.equal(tensor, theirs[name]), (
-            f"{name}: off by {(tensor - theirs[name]).abs().max()}"
-        )
 
 
 def with_reference(model, reference, chunks):
@@ -97,35 +86,29 @@ MODES = ["never", "always", "except_last"]
 close = partial(torch.testing.assert_close, rtol=1e-13, atol=1e-15)
 
 
-@pytest.fixture(scope="module")
-def workers():
-    with thread_cluster(4) as cluster:
-        yield cluster
+def beside_reference(name, cluster, chunks, options_of):
+    """A model of the zoo, a driver of it with these options, the reference, what to give the driver, what runs the reference.
+
+    ``options_of`` gives the options for the number of the model in the zoo, and for its number of stages.
+    """
+    number = list(exhibits).index(name)
+    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
+    reference, options = copy.deepcopy(pipe), options_of(number, pipe.num_stages)
+    driver = PipelineDriver(pipe, cluster, loss_reduction="sum", check=False, **options)
+    return model, driver, reference, *with_reference(model, reference, chunks)
+
+
+def in_a_v(number, stages):
+    """Two stages on each worker, in a V, where a model has an even number of them."""
+    schedule, size = (["v_half", "v_min"][number % 2], stages // 2) if stages % 2 == 0 else ("eager_1f1b", stages)
+    return {"schedule": schedule, "world_size": min(size, 4), "checkpoint": MODES[number % 3]}
 
 
 @pytest.mark.parametrize(
     "name", [each for each in exhibits if exhibits[each].loss_fn is not None and not exhibits[each].draws]
 )
-def test_the_zoo_under_other_schedules(workers, name):
-    """With two stages on each worker, in a V, where a model has an even number of them."""
-    number = list(exhibits).index(name)
-    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
-    schedule, size = (
-        ("eager_1f1b", pipe.num_stages)
-        if pipe.num_stages % 2
-        else (["v_half", "v_min"][number % 2], pipe.num_stages // 2)
-    )
-    reference = copy.deepcopy(pipe)
-    given, run = with_reference(model, reference, 4)
-    driver = PipelineDriver(
-        pipe,
-        workers,
-        schedule=schedule,
-        checkpoint=MODES[number % 3],
-        loss_reduction="sum",
-        check=False,
-        world_size=min(size, 4),
-    )
+def test_the_zoo_under_other_schedules(threads, name):
+    _, driver, reference, given, run = beside_reference(name, threads, 4, in_a_v)
     close(driver.run(4, *given), sum(run()))
     close(driver.gradients(), gradients_of(reference))
     close(driver.state_dict(), reference.state_dict())
@@ -133,16 +116,15 @@ def test_the_zoo_under_other_schedules(workers, name):
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", ["v_half", "v_min", "eager_1f1b"])
-def test_a_step_is_that_of_plain_pytorch(workers, schedule, checkpoint):
+def test_a_step_is_that_of_plain_pytorch(threads, schedule, checkpoint):
     """Four workers, so that the three differ from other schedules; they hold as many micro-batches as the program says."""
     model = Chain(4 if schedule == "eager_1f1b" else 8)
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver(pipeline(model, nn.MSELoss()), workers, schedule=schedule, checkpoint=checkpoint)
+    both = Beside(threads, model, schedule=schedule, checkpoint=checkpoint)
     x, target = torch.randn(18, 8), torch.randn(18, 8)
-    step = driver.run_async(9, x, target)
-    assert_loss(step.result(), nn.functional.mse_loss(plain(x), target), rtol=1e-12, atol=0)
-    assert_gradients(driver, plain)
-    assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(9).peak_live)
+    step = both.driver.run_async(9, x, target)
+    assert_loss(step.result(), nn.functional.mse_loss(both.plain(x), target), rtol=1e-12, atol=0)
+    both.same_gradients()
+    assert [step.peak_live[rank] for rank in both.driver.ranks] == list(both.driver.program(9).peak_live)
 
 
 # With ``compile="graphs"`` the stages run as flat graphs, and everything is to the bit as without.
@@ -164,22 +146,15 @@ def same_outputs(outputs, wanted, model):
         assert torch.equal(one, torch.cat(each) if one.dim() else sum(each))
 
 
+def as_graphs(number, stages):
+    checkpoint = "always" if number % 3 == 0 else "never"
+    schedule = {"schedule": SCHEDULES[number % 4], "world_size": min(4, stages)}
+    return {**schedule, "checkpoint": checkpoint, "compile": "graphs"}
+
+
 @pytest.mark.parametrize("name", [each for each in exhibits if not exhibits[each].draws])
-def test_the_zoo_is_the_reference_to_the_bit(workers, name):
-    number = list(exhibits).index(name)
-    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
-    reference = copy.deepcopy(pipe)
-    given, run = with_reference(model, reference, 3)
-    driver = PipelineDriver(
-        pipe,
-        workers,
-        schedule=SCHEDULES[number % 4],
-        world_size=min(4, pipe.num_stages),
-        checkpoint="always" if number % 3 == 0 else "never",
-        loss_reduction="sum",
-        compile="graphs",
-        check=False,
-    )
+def test_the_zoo_is_the_reference_to_the_bit(threads, name):
+    model, driver, reference, given, run = beside_reference(name, threads, 3, as_graphs)
     same_outputs(driver.run(3, *given), run(), model)
     assert_bits(driver.gradients(), gradients_of(reference))
     with torch.no_grad():
@@ -200,10 +175,10 @@ class Dropping(nn.Module):
         return self.layers(x)
 
 
-def losses(workers, model, batches, **options):
+def losses(cluster, model, batches, **options):
     """The losses of some steps of Adam, and the model's state afterwards."""
     pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["layers.3"])
-    driver = PipelineDriver(pipe, workers, keyed_random=7, check=False, **options)
+    driver = PipelineDriver(pipe, cluster, keyed_random=7, check=False, **options)
     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
     made = []
     for batch in batches:
@@ -266,13 +241,13 @@ class CountsLarge(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x))) * (self.large + 1)
 
 
-def test_a_forward_that_writes_more_than_the_first_one_did_keeps_its_graph(workers):
+def test_a_forward_that_writes_more_than_the_first_one_did_keeps_its_graph(threads):
     """It is not computed again, and the loss is: from what the forward gave."""
     model = nn.Sequential(nn.Linear(8, 8), CountsLarge())
     made = []
     for compile in (False, "graphs"):
         pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["1"])
-        driver = PipelineDriver(pipe, workers, checkpoint="always", compile=compile, check=False)
+        driver = PipelineDriver(pipe, threads, checkpoint="always", compile=compile, check=False)
         for rows in (4, 8):
             torch.manual_seed(rows)
             loss = driver.run(2, torch.randn(rows, 8), torch.randn(rows, 8))
@@ -294,12 +269,12 @@ class Strict(nn.Module):
         return self.layers[1](self.layers[0](tokens))
 
 
-def test_a_step_that_fails_names_the_line_and_the_next_one_is_right(workers):
+def test_a_step_that_fails_names_the_line_and_the_next_one_is_right(threads):
     model = Strict()
     errors, made = [], []
     for compile in (False, "graphs"):
         pipe = pipeline(copy.deepcopy(model), nn.MSELoss(), split=["layers.1"])
-        driver = PipelineDriver(pipe, workers, compile=compile, check=False)
+        driver = PipelineDriver(pipe, threads, compile=compile, check=False)
         tokens, target = torch.tensor([0, 1, 2, 3]), torch.ones(4, 8)
         driver.run(2, tokens, target)
         with pytest.raises(StepError) as raised:

@@ -1,6 +1,5 @@
 """What fails on a worker is told in one error, soon, and changes nothing: gradients are as before, the next run is right."""
 
-import copy
 import os
 import runpy
 import signal
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from pippy import MultiUseParameterConfig, pipe_split, pipeline
+from pippy import MultiUseParameterConfig, pipe_split
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
-from tests.comparisons import assert_gradients
+from tests.comparisons import Beside
 from tests.drivers.failing_model import (
     BACKWARD,
     CHUNKS,
@@ -34,6 +33,15 @@ from tests.drivers.failing_model import (
 from tests.drivers.processes import interrupted, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+@pytest.fixture
+def training(cluster):
+    """A driver that has made a step, and the plain model beside it."""
+    made = Training(cluster)
+    made.step()
+    return made
+
 
 STEPS = {
     "forward": (FORWARD, ["F1.1", "stage 1, micro-batch 1", "a forward that fails", "[2, 8]", "self.traps|trap("]),
@@ -136,9 +144,7 @@ class Stubborn(torch.optim.SGD):
         raise ArithmeticError("an optimizer that fails")
 
 
-def test_an_optimizer_that_fails(cluster):
-    training = Training(cluster)
-    training.step()
+def test_an_optimizer_that_fails(training):
     stubborn = training.driver.instantiate_optimizer(Stubborn, lr=0.1)
     good = training.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     with within(2.0), pytest.raises(StepError, match="failed at OptimizerStep") as caught:
@@ -191,18 +197,14 @@ def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
     training.check()
 
 
-def test_an_input_that_cannot_be_pickled_reaches_nobody(cluster):
-    training = Training(cluster)
-    training.step()
+def test_an_input_that_cannot_be_pickled_reaches_nobody(training):
     with pytest.raises(Exception, match=r"pickle|opaque"):
         training.driver.run(CHUNKS, torch.randn(ROWS, 8), threading.Lock(), torch.randn(ROWS, 8))
     training.check()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_steps_under_way_are_given_up_with_the_one_that_fails(cluster, which):
-    training = Training(cluster)
-    training.step()
+def test_steps_under_way_are_given_up_with_the_one_that_fails(training, which):
     plan = [0, 0, 0, 0]
     plan[which] = FORWARD
     training.driver.zero_grad()
@@ -217,9 +219,7 @@ def test_steps_under_way_are_given_up_with_the_one_that_fails(cluster, which):
     training.check()
 
 
-def test_gradients_are_dropped_once_though_the_step_that_should_was_given_up(cluster):
-    training = Training(cluster)
-    training.step()
+def test_gradients_are_dropped_once_though_the_step_that_should_was_given_up(training):
     training.driver.zero_grad()
     training.plain.zero_grad()
     with pytest.raises(StepError):
@@ -249,9 +249,7 @@ def test_two_failures_one_after_the_other_on_different_workers(cluster):
     other.check()
 
 
-def test_several_workers_fail_in_one_step(cluster):
-    training = Training(cluster)
-    training.step()
+def test_several_workers_fail_in_one_step(training):
     given = no_orders(ROWS)
     for row, trap in ((0, 3), (2, 2), (4, 1)):
         given[row] = torch.tensor([trap, FORWARD])
@@ -260,18 +258,14 @@ def test_several_workers_fail_in_one_step(cluster):
     training.check()
 
 
-def test_ctrl_c_ends_a_step_at_once(cluster):
-    training = Training(cluster)
-    training.step()
+def test_ctrl_c_ends_a_step_at_once(training, cluster):
     with slow_steps(cluster), within(1.0), pytest.raises(KeyboardInterrupt), interrupted(0.3):
         training.fail(SLOW)
     training.check()
     training.driver.close()
 
 
-def test_a_second_ctrl_c_while_the_next_command_waits(cluster):
-    training = Training(cluster)
-    training.step()
+def test_a_second_ctrl_c_while_the_next_command_waits(training, cluster):
     with slow_steps(cluster), within(1.0), pytest.raises(KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt), interrupted(0.2):
             training.fail(SLOW)
@@ -359,110 +353,85 @@ def loss_fn(output, target):
     return ((output - target) ** 2).mean()
 
 
-class Both:
-    """The driver, and the plain model beside it."""
-
-    def __init__(self, cluster):
-        self.model = Tied().eval()
-        self.plain = copy.deepcopy(self.model)
-        self.pipe = pipeline(self.model, loss_fn, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
-        self.driver = PipelineDriver1F1B(self.pipe, cluster, check=False)
-        self.x, self.target = torch.randn(7, 8), torch.randn(7, 8)
-        self.bad = self.x + 100
-
-    def zero_grad(self):
-        self.driver.zero_grad()
-        self.plain.zero_grad()
-
-    def run_plain(self):
-        loss = loss_fn(self.plain(self.x), self.target)
-        loss.backward()
-        return loss.detach()
-
-    def run(self):
-        torch.testing.assert_close(self.driver.run(2, self.x, self.target), self.run_plain(), rtol=1e-12, atol=0)
-
-    def fail(self):
-        with pytest.raises(StepError, match="a bad input"):
-            self.driver.run(2, self.bad, self.target)
-
-    def check(self):
-        assert_gradients(self.driver, self.plain)
+GOOD = torch.randn(2, 7, 8, dtype=torch.float64)
+BAD = GOOD + torch.tensor([100.0, 0.0]).view(2, 1, 1)
 
 
 @pytest.fixture
 def both(cluster):
-    made = Both(cluster)
+    pipe = {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}
+    made = Beside(cluster, Tied().eval(), loss_fn, pipe=pipe, check=False)
     yield made
     made.driver.close()
 
 
 def test_gradients_can_be_read_while_a_run_is_under_way(both):
     """Copies were added up before the run's gradients counted, and never again: those gradients were lost."""
-    running = both.driver.run_async(2, both.x, both.target)
-    both.run_plain()
-    both.check()
+    running = both.driver.run_async(2, *GOOD)
+    loss_fn(both.plain(GOOD[0]), GOOD[1]).backward()
+    both.same_gradients()
     running.result()
-    both.check()
+    both.same_gradients()
 
 
 def test_an_update_after_a_failed_run_that_nobody_waited_for_raises(both):
     optimizer = both.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     before = both.driver.state_dict()
-    both.driver.run_async(2, both.bad, both.target)
+    both.driver.run_async(2, *BAD)
     with pytest.raises(StepError, match="a bad input"):
         optimizer.step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in both.driver.state_dict().items())
     both.zero_grad()
-    both.run()
-    both.check()
+    both.run(2, *GOOD)
+    both.same_gradients()
 
 
 def test_a_failed_run_does_not_lose_the_gradients_of_the_runs_before_it(both):
     """The run that fails was the one to add up the copies: those of the run before it stayed unadded, and read None."""
     for _ in range(2):  # from here on, two runs make one update
         both.zero_grad()
-        both.run()
-        both.run()
+        both.run(2, *GOOD)
+        both.run(2, *GOOD)
     both.zero_grad()
-    both.run()
-    both.fail()
-    both.check()
-    both.run()
-    both.check()
+    both.run(2, *GOOD)
+    with pytest.raises(StepError, match="a bad input"):
+        both.driver.run(2, *BAD)
+    both.same_gradients()
+    both.run(2, *GOOD)
+    both.same_gradients()
 
 
 def test_zero_grad_is_not_lost_with_the_run_that_carries_it(both):
     """Workers that were told to give a run up dropped its message whole, and with it the order to drop the gradients."""
-    both.run()
-    failing = both.driver.run_async(2, both.bad, both.target)
+    both.run(2, *GOOD)
+    failing = both.driver.run_async(2, *BAD)
     both.zero_grad()
-    given_up = both.driver.run_async(2, both.x, both.target)
+    given_up = both.driver.run_async(2, *GOOD)
     for each in (failing, given_up):
         with pytest.raises(StepError):
             each.result()
-    both.check()
-    both.run()
-    both.check()
+    both.same_gradients()
+    both.run(2, *GOOD)
+    both.same_gradients()
 
 
 def test_a_mode_is_not_lost_with_the_run_that_carries_it(both):
     """As above: workers that gave the run up went on in the mode before it."""
     both.driver.train()
-    both.driver.run(2, both.x, both.target)
-    failing = both.driver.run_async(2, both.bad, both.target)
+    both.driver.run(2, *GOOD)
+    failing = both.driver.run_async(2, *BAD)
     both.driver.eval()
-    given_up = both.driver.run_async(2, both.x, both.target)
+    given_up = both.driver.run_async(2, *GOOD)
     for each in (failing, given_up):
         with pytest.raises(StepError):
             each.result()
     both.zero_grad()
-    both.run()
+    both.run(2, *GOOD)
 
 
 def test_one_gradient_can_be_read_after_zero_grad(both):
     """zero_grad() goes to all workers along with the next message; the answers of those not asked were not expected."""
-    both.run()
+    both.run(2, *GOOD)
     both.zero_grad()
     assert both.driver.get_grad("layer.bias") is None
     both.zero_grad()
@@ -502,12 +471,9 @@ class PoisonedBias(nn.Module):
 
 def test_clipping_by_a_norm_that_is_no_number_spreads_it_as_torch_does(cluster):
     """One gradient is NaN: torch makes all NaN, so that nobody trains on unaware; the driver left the others alone."""
-    model = PoisonedBias()
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver1F1B(pipeline(model, loss_fn), cluster, check=False)
-    x, target = torch.randn(4, 8), torch.randn(4, 8)
-    driver.run(2, x, target)
-    loss_fn(plain(x), target).backward()
+    both = Beside(cluster, PoisonedBias(), loss_fn, check=False)
+    driver, plain = both.driver, both.plain
+    both.run(2, torch.randn(4, 8), torch.randn(4, 8))
     assert driver.clip_grad_norm_(1.0).isnan()
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for name, gradient in driver.gradients().items():

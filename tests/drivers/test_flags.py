@@ -12,18 +12,12 @@ from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
-from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.drivers.driver.drivers import PipelineDriverFillDrain
 from pippy.ir.base.errors import ModeError, StageError
-from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients, assert_state
+from tests.comparisons import Beside, assert_loss, assert_same_gradients
 from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-
-
-def plain_step(model, loss, x, target):
-    found = loss(model(x), target)
-    found.backward()
-    return found.detach()
 
 
 # requires_grad
@@ -37,62 +31,45 @@ def freeze(name, *models, to=False):
 
 
 def test_a_parameter_that_is_frozen_after_the_driver_was_made_does_not_move(threads):
-    model = Chain(3)
-    plain, driver = copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    both = Beside(threads, Chain(3))
+    both.optimize(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     for frozen, to in (("layers.1", False), ("layers.0", False), ("layers.1.bias", True), ("layers", True)):
-        freeze(frozen, model, plain, to=to)
-        x, target = torch.randn(7, 8), torch.randn(7, 8)
-        expected = plain_step(plain, F.mse_loss, x, target)
-        torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver, plain)
-        mine.step(), theirs.step()
-        assert_state(driver, plain)
-        if to:  # else what is frozen has a gradient from before, and moves once more, as in torch
-            mine.zero_grad(), theirs.zero_grad()
+        freeze(frozen, both.model, both.plain, to=to)
+        both.step(3, torch.randn(7, 8), torch.randn(7, 8))
+        both.update(zero_grad=to)  # else what is frozen has a gradient from before, and moves once more, as in torch
+        both.same_state()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "fill_drain"])
 def test_parameters_that_freeze_and_thaw_in_any_order(threads, config, schedule):
-    model = TiedLanguage()
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver(pipeline(model, cross_entropy, multi_use_param_spec=config), threads, schedule=schedule)
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.5)
-    names, choose = [name for name, _ in plain.named_parameters()], random.Random(schedule)
+    pipe = {"multi_use_param_spec": config}
+    both = Beside(threads, TiedLanguage(), cross_entropy, pipe=pipe, schedule=schedule)
+    both.optimize(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+    names, choose = [name for name, _ in both.plain.named_parameters()], random.Random(schedule)
     for step in range(8):
         for name in choose.sample(names, 3):
-            freeze(name, model, plain, to=choose.random() < 0.4 or name == "last.weight")
-        x, target = tokens()
-        expected = plain_step(plain, cross_entropy, x, target)
-        torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-10, atol=0)
-        assert_gradients(driver, plain)
-        mine.step(), theirs.step()
-        if step % 3:
-            mine.zero_grad(), theirs.zero_grad()
-    assert_state(driver, plain)
+            freeze(name, both.model, both.plain, to=choose.random() < 0.4 or name == "last.weight")
+        both.step(3, *tokens())
+        both.update(zero_grad=step % 3 > 0)
+    both.same_state()
 
 
 @pytest.mark.parametrize("single", [False, True])
 def test_stages_that_train_nothing_any_more_and_train_again(threads, single):
-    model = Chain(4)
-    plain = copy.deepcopy(model)
-    driver = PipelineDriverFillDrain(pipeline(model, nn.MSELoss()), threads, single_loss=single)
+    both = Beside(threads, Chain(4), kind=PipelineDriverFillDrain, single_loss=single)
     x, target = torch.randn(8, 8), torch.randn(8, 8)
     for trained in ("0123", "3", "01", "2", "0123"):
         for layer in range(4):
-            freeze(f"layers.{layer}", model, plain, to=str(layer) in trained)
-        driver.zero_grad(), plain.zero_grad()
-        expected = plain_step(plain, F.mse_loss, x, target)
-        torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
-        assert_gradients(driver, plain)
-    freeze("layers", model)
+            freeze(f"layers.{layer}", both.model, both.plain, to=str(layer) in trained)
+        both.zero_grad()
+        both.step(2, x, target)
+    freeze("layers", both.model)
     with pytest.raises(StepError, match=r"every parameter that it depends on is frozen(.|\n)*no_grad"):
-        driver.run(2, x, target)
+        both.driver.run(2, x, target)
     with torch.no_grad():  # as the message advises
-        torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
+        expected = F.mse_loss(both.plain(x), target)
+        torch.testing.assert_close(both.driver.run(2, x, target), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -102,7 +79,7 @@ def test_the_reference_follows_requires_grad(config):
     for name, to in (("embedding", False), ("first", False), ("embedding", True), ("norm", False)):
         freeze(name, model, plain, to=to)
         x, target = tokens()
-        torch.testing.assert_close(pipe(x, target), plain_step(plain, cross_entropy, x, target), rtol=1e-10, atol=0)
+        assert_loss(pipe(x, target), cross_entropy(plain(x), target), rtol=1e-10, atol=0)
         assert_same_gradients(pipe, plain)
     freeze("", model)
     with pytest.raises(StageError, match="frozen"):
@@ -270,55 +247,40 @@ def sent(cluster):
     return sum(to.bytes for each in transports for to in each.sent.values())
 
 
-def check_steps(driver, plain, steps=2):
-    """Steps of an optimizer of the trained parameters are those of the plain model."""
-    x, target = torch.randn(7, 4), torch.randn(7, 4)
-    trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
-    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, param_groups=[{"params": trained}])
-    plain_optimizer = torch.optim.AdamW([plain.get_parameter(name) for name in trained], lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        plain_optimizer.zero_grad()
-        assert_loss(driver.run(3, x, target), F.mse_loss(plain(x), target))
-        assert_gradients(driver, plain)
-        torch.testing.assert_close(
-            driver.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1), check_stride=False
-        )
-        optimizer.step()
-        plain_optimizer.step()
-    torch.testing.assert_close(driver.state_dict(), plain.state_dict())
-
-
 @pytest.mark.parametrize(
     ("kinds", "gradients"), [("tttt", 4), ("fttt", 2), ("fnLf", 1), ("ffft", 0), ("tfft", 4), ("LfnL", 4), ("nfLL", 1)]
 )
 def test_no_gradient_is_sent_where_none_is_needed(threads, kinds, gradients):
     model = Stages(kinds)
-    plain = copy.deepcopy(model)
-    pipe = pipeline(model, nn.MSELoss())
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for schedule in ("1f1b", "zb_h1", "fill_drain"):
-        driver = PipelineDriver(pipe, threads, schedule=schedule, out_of_order=schedule == "zb_h1")
-        check_steps(driver, copy.deepcopy(plain))
+        both = Beside(threads, copy.deepcopy(model), schedule=schedule, out_of_order=schedule == "zb_h1")
+        groups = [{"params": trained}]
+        mine = both.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, param_groups=groups)
+        both.optimizers = [mine, torch.optim.AdamW([both.plain.get_parameter(name) for name in trained], lr=0.1)]
+        for _ in range(2):
+            both.step(3, torch.randn(7, 4), torch.randn(7, 4))
+            norm = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.1)
+            torch.testing.assert_close(both.driver.clip_grad_norm_(0.1), norm, check_stride=False)
+            both.update()
+        both.same_state()
         before = sent(threads)
-        driver.run(3, torch.randn(7, 4), torch.randn(7, 4))
+        both.driver.run(3, torch.randn(7, 4), torch.randn(7, 4))
         assert sent(threads) - before == (4 + gradients) * 7 * 4 * 8, "a message without a gradient has no bytes"
-        driver.close()
+        both.driver.close()
 
 
 def test_a_stage_that_freezes_and_thaws(threads):
-    model = Stages("tttt")
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads, check=False)
-    x, target = torch.randn(7, 4), torch.randn(7, 4)
+    both = Beside(threads, Stages("tttt"), check=False)
     for frozen, gradients in (((), 4), ((0,), 2), ((0, 1), 1), ((0,), 2), ((), 4)):
-        for number, layer in enumerate(model.layers):
-            layer.requires_grad_(number not in frozen)
-        plain = copy.deepcopy(model)
-        F.mse_loss(plain(x), target).backward()
-        driver.zero_grad()
+        for model in (both.model, both.plain):
+            for number, layer in enumerate(model.layers):
+                layer.requires_grad_(number not in frozen)
+        both.zero_grad()
         before = sent(threads)
-        driver.run(3, x, target)
+        both.run(3, torch.randn(7, 4), torch.randn(7, 4))
         assert sent(threads) - before == (4 + gradients) * 7 * 4 * 8
-        assert_gradients(driver, plain)
+        both.same_gradients()
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
@@ -326,9 +288,5 @@ def test_a_frozen_parameter_that_several_stages_use(threads, config):
     model = TiedLanguage()
     model.embedding.requires_grad_(False)
     model.first.requires_grad_(False)
-    plain = copy.deepcopy(model)
-    pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
-    driver = PipelineDriver1F1B(pipe, threads, check=False)
-    x, target = tokens(6)
-    assert_loss(driver.run(3, x, target), cross_entropy(plain(x), target))
-    assert_gradients(driver, plain)
+    both = Beside(threads, model, cross_entropy, pipe={"multi_use_param_spec": config}, check=False)
+    both.step(3, *tokens(6))

@@ -8,8 +8,8 @@ from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
-from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
-from tests.comparisons import assert_gradients, assert_loss, assert_state, update
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
+from tests.comparisons import Beside, assert_loss, update
 from tests.drivers.models import TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -49,27 +49,27 @@ def after_accumulation(model):
     model.last.weight.register_post_accumulate_grad_hook(drop)
 
 
-def both(model):
+def all_of_them(model):
     clamp(model)
     after_accumulation(model)
 
 
-HOOKS = [train_some_rows, clamp, normalize, after_accumulation, both]
+HOOKS = [train_some_rows, clamp, normalize, after_accumulation, all_of_them]
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
+BOTH_WAYS = pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+
+
+def no_hook(model):
+    pass
 
 
 def models(hook, config=REPLICATE):
-    """The plain model and the Pipe of its twin, both with hooks."""
+    """The plain model and its twin, both with hooks, and the options of `pipeline()`."""
     model = TiedLanguage()
     plain = copy.deepcopy(model)
-    for each in (plain, model):
-        hook(each)
-    return plain, pipeline(model, cross_entropy, multi_use_param_spec=config)
-
-
-def run(driver, plain, chunks, rows=6):
-    x, target = tokens(rows)
-    assert_loss(driver.run(chunks, x, target), cross_entropy(plain(x), target))
+    hook(plain)
+    hook(model)
+    return {"model": model, "plain": plain, "loss": cross_entropy, "pipe": {"multi_use_param_spec": config}}
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -80,21 +80,21 @@ def test_a_hook_has_the_gradient_of_the_mini_batch(threads, hook, schedule, chun
     config = [TRANSMIT, REPLICATE][
         (HOOKS.index(hook) + chunks // 2) % 2
     ]  # each with every hook, and with every schedule
-    plain, pipe = models(hook, config)
-    driver = PipelineDriver(pipe, threads, schedule=schedule, world_size=2 if schedule == "interleaved_1f1b" else 4)
+    workers = 2 if schedule == "interleaved_1f1b" else 4
+    both = Beside(threads, **models(hook, config), schedule=schedule, world_size=workers)
     for _ in range(2):  # gradients accumulate, and a hook has those of its own backward
-        run(driver, plain, chunks, rows=7)
-    assert_gradients(driver, plain)
+        both.run(chunks, *tokens(7))
+    both.same_gradients()
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+@BOTH_WAYS
 def test_the_pipe_in_this_process_calls_it_once(hook, config):
-    plain, pipe = models(hook, config)
+    made = models(hook, config)
+    plain, pipe = made["plain"], pipeline(made["model"], cross_entropy, **made["pipe"])
     for _ in range(2):
         x, target = tokens(6)
-        cross_entropy(plain(x), target).backward()
-        pipe(x, target)
+        assert_loss(pipe(x, target), cross_entropy(plain(x), target))
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
@@ -104,73 +104,57 @@ def test_the_pipe_in_this_process_calls_it_once(hook, config):
 def test_replicas_call_it_once_with_the_sum(threads, hook, divided):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     plain = copy.deepcopy(model)
-    for each in (model, plain):
-        for parameter in each.parameters():
-            if hook is after_accumulation:
-                parameter.register_post_accumulate_grad_hook(limit)
-            else:
-                parameter.register_hook(lambda gradient: gradient / gradient.norm())
-    pipe = Pipe.from_sequential(nn.Sequential(nn.Sequential(model[0], model[1]), model[2]), nn.MSELoss())
-    driver = PipelineDriver1F1B(pipe, threads, replicas=2)
-    mine = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1, divide_state=divided)
-    theirs = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for parameter in (*model.parameters(), *plain.parameters()):
+        if hook is after_accumulation:
+            parameter.register_post_accumulate_grad_hook(limit)
+        else:
+            parameter.register_hook(lambda gradient: gradient / gradient.norm())
+    both = Beside(threads, model, plain=plain, pipe={"split": ["2"]}, replicas=2)
+    mine = both.driver.instantiate_optimizer(torch.optim.Adam, lr=0.1, divide_state=divided)
+    both.optimizers = [mine, torch.optim.Adam(plain.parameters(), lr=0.1)]
     for _ in range(3):
-        mine.zero_grad()
-        theirs.zero_grad()
         for _ in range(2):
-            x, target = torch.randn(8, 4), torch.randn(8, 3)
-            nn.functional.mse_loss(plain(x), target).backward()
-            driver.run(4, x, target)
-        mine.step()
-        theirs.step()
-    for one, other in zip(driver.state_dict().values(), plain.state_dict().values()):
-        torch.testing.assert_close(one, other)
+            both.run(4, torch.randn(8, 4), torch.randn(8, 3))
+        both.update()
+    both.same_state()
 
 
 def test_workers_in_processes(cluster):
-    plain, pipe = models(both)
-    driver = PipelineDriver1F1B(pipe, cluster)
-    mine = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    both = Beside(cluster, **models(all_of_them))
+    both.optimize(torch.optim.SGD, lr=0.5)
     for _ in range(3):
-        run(driver, plain, 3)
-        assert_gradients(driver, plain)
-        update(mine, theirs)
+        both.step(3, *tokens(6))
+        both.update()
 
 
-@pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+@BOTH_WAYS
 def test_hooks_that_come_and_go_between_steps(threads, config):
     """They were dropped: a worker has the parameter as it was when the driver was made."""
-    plain, pipe = models(lambda model: None, config)
-    driver = PipelineDriver1F1B(pipe, threads)
-    run(driver, plain, 3)
-    run(driver, plain, 3)
+    both = Beside(threads, **models(no_hook, config))
+    both.run(3, *tokens(6))
+    both.run(3, *tokens(6))
     handles = [
         each.get_parameter("embedding.weight").register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        for each in (plain, pipe)
+        for each in (both.plain, both.pipe)
     ]
-    run(driver, plain, 3)
-    assert_gradients(driver, plain)
-    run(driver, plain, 2)
+    both.step(3, *tokens(6))
+    both.run(2, *tokens(6))
     for handle in handles:
         handle.remove()
-    run(driver, plain, 2)
-    assert_gradients(driver, plain)
+    both.step(2, *tokens(6))
 
 
 def test_what_a_hook_holds_may_change_in_the_script(threads):
-    plain, pipe = models(lambda model: None)
+    both = Beside(threads, **models(no_hook))
     mask, factor = torch.ones(8), {"now": 1.0}
-    for each in (plain, pipe):
+    for each in (both.plain, both.pipe):
         each.get_parameter("first.bias").register_hook(lambda gradient: gradient * mask * factor["now"])
-    driver = PipelineDriver1F1B(pipe, threads)
     for value in (2.0, 3.0):
-        run(driver, plain, 2)
+        both.run(2, *tokens(6))
         mask[1:3] = value
-        run(driver, plain, 2)
+        both.run(2, *tokens(6))
         factor["now"] = value
-    run(driver, plain, 2)
-    assert_gradients(driver, plain)
+    both.step(2, *tokens(6))
 
 
 class Masked(nn.Module):
@@ -200,50 +184,41 @@ class Masked(nn.Module):
 def test_a_hook_has_the_parameters_as_they_are_on_its_worker(threads):
     model = Masked()
     plain = copy.deepcopy(model).hook()
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss(), num_stages=2, split="parameters"), threads)
-    mine = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    both = Beside(threads, model, plain=plain, pipe={"num_stages": 2, "split": "parameters"})
+    both.optimize(torch.optim.SGD, lr=0.5)
     for _ in range(3):
-        x, target = torch.randn(6, 4), torch.randn(6, 4)
-        driver.run(3, x, target)
-        nn.functional.mse_loss(plain(x), target).backward()
-        assert_gradients(driver, plain)
-        update(mine, theirs)
+        both.step(3, torch.randn(6, 4), torch.randn(6, 4))
+        both.update()
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+@BOTH_WAYS
 def test_with_a_scaled_loss_a_hook_has_the_scaled_gradient(threads, hook, config):
     """A clamp of the gradient of the loss times 1024 clamps nearly all of it."""
-    plain, pipe = models(hook, config)
-    driver = PipelineDriver1F1B(pipe, threads)
-    mine, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
-    my_scaler = driver.instantiate_grad_scaler(init_scale=1024.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    both = Beside(threads, **models(hook, config))
+    both.optimize(torch.optim.SGD, lr=0.5)
+    scalers = [both.driver.instantiate_grad_scaler(init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)]
     for _ in range(2):
         for _ in range(2):
             x, target = tokens(6)
-            driver.run(3, x, target)
-            scaler.scale(cross_entropy(plain(x), target)).backward()
-        my_scaler.step(mine)
-        my_scaler.update()
-        scaler.step(theirs)
-        scaler.update()
-        mine.zero_grad()
-        theirs.zero_grad()
-    assert_state(driver, plain)
+            both.driver.run(3, x, target)
+            scalers[1].scale(cross_entropy(both.plain(x), target)).backward()
+        for scaler, optimizer in zip(scalers, both.optimizers):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    both.same_state()
 
 
 @pytest.mark.parametrize("cured", [False, True])
-@pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+@BOTH_WAYS
 def test_a_scaler_sees_what_a_hook_leaves(threads, config, cured):
     def poison(model):
         model.embedding.weight.register_hook(lambda gradient: gradient * torch.inf)
         if cured:
             model.embedding.weight.register_hook(lambda gradient: gradient.nan_to_num(1.0, 1.0, 1.0))
 
-    plain, pipe = models(poison, config)
-    driver = PipelineDriver1F1B(pipe, threads)
+    driver = Beside(threads, **models(poison, config)).driver
     optimizer, scaler = driver.instantiate_optimizer(torch.optim.SGD, lr=0.5), driver.instantiate_grad_scaler()
     driver.run(2, *tokens(6))
     before = driver.state_dict()["middle.weight"]
@@ -272,16 +247,13 @@ def test_a_hook_of_a_parameter_of_the_loss(threads):
 
 
 def test_a_step_that_fails_leaves_the_gradient_and_sends_hooks_again(threads):
-    plain, pipe = models(after_accumulation)
-    driver = PipelineDriver1F1B(pipe, threads)
+    both = Beside(threads, **models(after_accumulation))
     x, target = tokens(6)
-    with pytest.raises(StepError):
-        driver.run(2, x, target + 100)
-    run(driver, plain, 2)
-    with pytest.raises(StepError):
-        driver.run(2, x, target + 100)
-    run(driver, plain, 2)
-    assert_gradients(driver, plain)
+    for _ in range(2):
+        with pytest.raises(StepError):
+            both.driver.run(2, x, target + 100)
+        both.run(2, *tokens(6))
+    both.same_gradients()
 
 
 def hold_an_optimizer(parameter, seen):
@@ -305,13 +277,12 @@ def hold_a_lock(parameter, seen):
     [(hold_an_optimizer, "driver.instantiate_optimizer"), (hold_a_lock, "cannot pickle '_thread.lock'")],
 )
 def test_what_cannot_be_sent_is_refused_before_anything_is(threads, hook, said):
-    _, pipe = models(lambda model: None)
-    driver = PipelineDriver1F1B(pipe, threads)
-    hook(pipe.get_parameter("first.weight"), [])
-    number = driver.session.log.number
+    both = Beside(threads, **models(no_hook))
+    hook(both.pipe.get_parameter("first.weight"), [])
+    number = both.driver.session.log.number
     with pytest.raises(DriverError, match=f"'first.weight': a gradient hook runs on .*{said}"):
-        driver.run(2, *tokens(6))
-    assert driver.session.log.number == number
+        both.driver.run(2, *tokens(6))
+    assert both.driver.session.log.number == number
 
 
 def note(parameter, seen):
@@ -320,11 +291,6 @@ def note(parameter, seen):
 
 def write(parameter, seen):
     parameter.register_hook(lambda gradient: gradient + parameter.add_(1.0))
-
-
-def elsewhere(parameter, seen, pipe):
-    other = pipe.get_parameter("last.weight")
-    parameter.register_hook(lambda gradient: other * 2)
 
 
 WRONG = {
@@ -340,22 +306,22 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_hooks_that_are_refused_by_name_when_they_run(threads, what):
-    plain, pipe = models(lambda model: None)
-    driver = PipelineDriver1F1B(pipe, threads)
-    run(driver, plain, 2)
+    both = Beside(threads, **models(no_hook))
+    both.run(2, *tokens(6))
     hook, said = WRONG[what]
-    hook(pipe.get_parameter("first.weight"), [])
-    before = driver.state_dict()
+    hook(both.pipe.get_parameter("first.weight"), [])
+    before = both.driver.state_dict()
     with pytest.raises(StepError, match=said):
-        driver.run(2, *tokens(6))
-    for name, tensor in driver.state_dict().items():
+        both.driver.run(2, *tokens(6))
+    for name, tensor in both.driver.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert_gradients(driver, plain)
+    both.same_gradients()
 
 
 def test_a_hook_that_computes_with_a_parameter_of_another_worker_is_refused(threads):
-    _, pipe = models(lambda model: None)
-    elsewhere(pipe.get_parameter("first.weight"), [], pipe)
+    pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=REPLICATE)
+    other = pipe.get_parameter("last.weight")
+    pipe.get_parameter("first.weight").register_hook(lambda gradient: other * 2)
     with pytest.raises(
         DriverError, match=r"<closure .other.>, defined at .* is .last.weight., which submod_0 does not hold"
     ):

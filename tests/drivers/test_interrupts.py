@@ -1,6 +1,5 @@
 """Ctrl-C is not lost, wherever it comes, and leaves no half of what changes parameters."""
 
-import copy
 import gc
 import os
 import signal
@@ -11,9 +10,7 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from pippy import Pipe, PipelineDriver1F1B
 from pippy.drivers.base.interrupts import first_waits, uninterrupted
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.local.local_cluster import _check_shares_memory
@@ -27,6 +24,7 @@ from pippy.drivers.wire.messages.stderr_filter import StderrFilter
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.interrupts import come_again
+from tests.comparisons import Beside
 from tests.drivers.interrupted_everywhere import leaks, lost, places
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -80,14 +78,17 @@ class Interrupted(torch.optim.SGD):
         _done.append(self)
 
 
+def beside(cluster, last):
+    """Two layers on as many workers."""
+    return Beside(cluster, nn.Sequential(nn.Linear(4, 4), last), pipe={"split": ["1"]})
+
+
 @pytest.mark.parametrize("how", ["step", "clip", "clamp", "load"])
 def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads, how):
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
-    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), threads)
+    both = beside(threads, nn.Linear(4, 1, bias=False))
+    driver, plain = both.driver, both.plain
     optimizer = driver.instantiate_optimizer(Interrupted if how == "step" else torch.optim.SGD, lr=0.1)
-    x, target = torch.randn(8, 4), torch.randn(8, 1)
-    F.mse_loss(plain(x), target).backward()
-    driver.run(4, x, target)
+    both.run(4, torch.randn(8, 4), torch.randn(8, 1))
     _done.clear()
     _started.clear()
     wait = driver.session.wait
@@ -97,26 +98,22 @@ def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads,
         ctrl_c()
         return wait(posted)
 
+    calls = {
+        "step": (optimizer.step, torch.optim.SGD(plain.parameters(), lr=0.1).step),
+        "clip": (lambda: driver.clip_grad_norm_(0.1), lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.1)),
+        "clamp": (lambda: driver.clip_grad_value_(0.01), lambda: nn.utils.clip_grad_value_(plain.parameters(), 0.01)),
+        "load": (lambda: driver.load_state_dict(other), lambda: plain.load_state_dict(other)),
+    }
     if how != "step":
         driver.commands.wait()
         driver.session.wait = interrupted if how != "clip" else second(wait, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        {
-            "step": optimizer.step,
-            "clip": lambda: driver.clip_grad_norm_(0.1),
-            "clamp": lambda: driver.clip_grad_value_(0.01),
-            "load": lambda: driver.load_state_dict(other),
-        }[how]()
+        calls[how][0]()
     driver.session.wait = wait
-    if how == "step":
-        assert len(_done) == 2
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    if how == "clip":
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    if how == "clamp":
-        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
-    torch.testing.assert_close(driver.state_dict(), other if how == "load" else dict(plain.state_dict()))
-    torch.testing.assert_close(driver.gradients(), {name: each.grad for name, each in plain.named_parameters()})
+    assert how != "step" or len(_done) == 2
+    calls[how][1]()
+    both.same_state()
+    both.same_gradients()
 
 
 def second(first, then):
@@ -159,38 +156,30 @@ def stopping():
 
 def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster, stopping):
     """Of a message, a part was sent: a worker that lived was said to be lost. An answer counted as a failed call."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), cluster)
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.0)
+    both = beside(cluster, nn.Linear(4, 1))
+    optimizer = both.driver.instantiate_optimizer(torch.optim.SGD, lr=0.0)
     x, target = torch.randn(2, 4), torch.randn(2, 1)
 
     def train():
-        driver.run(1, x, target)
+        both.driver.run(1, x, target)
         optimizer.step()
-        driver.zero_grad()
+        both.driver.zero_grad()
 
     train()
-    loss, files = (
-        F.mse_loss(plain(x), target).detach(),
-        ("drivers/session/session.py", "session/call_wait.py", "session/command_log.py", "_connections.py"),
-    )
+    files = ("drivers/session/session.py", "session/call_wait.py", "session/command_log.py", "_connections.py")
     found = places(train, files)
     assert len(found) > 50
     for place in found:
         assert not lost(train, files, place, signal.SIGALRM, Stop)
-        driver.zero_grad()
-        torch.testing.assert_close(driver.run(1, x, target), loss)
-    F.mse_loss(plain(x), target).backward()
-    torch.testing.assert_close(driver.gradients(), {name: each.grad for name, each in plain.named_parameters()})
+        both.zero_grad()
+        both.run(1, x, target)
+    both.same_gradients()
 
 
 def test_a_handler_that_raises_between_a_step_and_its_result_gives_up_the_step(threads, monkeypatch):
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), threads)
-    x, target = torch.randn(2, 4), torch.randn(2, 1)
-    F.mse_loss(plain(x), target).backward()
-    driver.run(1, x, target)
-    before = driver.gradients()
+    both = beside(threads, nn.Linear(4, 1))
+    driver, given = both.driver, (torch.randn(2, 4), torch.randn(2, 1))
+    both.step(1, *given)
 
     class Interrupting:
         def result(self):
@@ -199,10 +188,9 @@ def test_a_handler_that_raises_between_a_step_and_its_result_gives_up_the_step(t
     run_async = driver.run_async
     with monkeypatch.context() as patched, pytest.raises(Stop):
         patched.setattr(driver, "run_async", lambda *args, **options: (run_async(*args, **options), Interrupting())[1])
-        driver.run(1, x, target)
+        driver.run(1, *given)
     assert not driver.session.log.outstanding
-    torch.testing.assert_close(driver.gradients(), before)
-    torch.testing.assert_close(before, {name: each.grad for name, each in plain.named_parameters()})
+    both.same_gradients()
 
 
 def test_signals_of_several_kinds_wait_for_the_end_of_a_block_and_each_is_handled(stopping):

@@ -27,6 +27,7 @@ from pippy import (
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.ir.run.random_state import draw_from_torch
+from tests.comparisons import update
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 CHUNKS = 4
@@ -93,9 +94,8 @@ def trained(cluster, pipe, batch, schedule="1f1b", steps=2, chunks=CHUNKS, **opt
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
         losses.append(driver.run(chunks, *batch))
-        optimizer.step()
+        update(optimizer)
     state = driver.state_dict()
     driver.close()
     return losses, state
@@ -251,10 +251,9 @@ def test_a_run_goes_on_elsewhere(cluster, batch, tmp_path, by_checkpoint):
     first = PipelineDriver1F1B(cut(2), cluster, keyed_random=7)
     optimizer = first.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     assert first.run(CHUNKS, *batch) == wanted[0]
-    optimizer.step()
+    update(optimizer)
     second = PipelineDriver(cut(1, 2, 3), cluster, schedule="fill_drain")
     other = second.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-    optimizer.zero_grad()
     if by_checkpoint:
         first.save(tmp_path, optimizer=optimizer)
         second.load(tmp_path, optimizer=other)
@@ -262,9 +261,8 @@ def test_a_run_goes_on_elsewhere(cluster, batch, tmp_path, by_checkpoint):
         second.load_state_dict(first.state_dict())
         second.random_state = first.random_state
     for loss in wanted[1:]:
-        other.zero_grad()
         assert second.run(CHUNKS, *batch) == loss
-        other.step()
+        update(other)
     assert second.random_state == {"seed": 7, "steps": 3, "evaluations": 0}
     first.close()
 

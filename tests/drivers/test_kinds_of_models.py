@@ -18,7 +18,7 @@ from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.merge import Sum
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.errors import InputError, PippyWarning
-from tests.comparisons import assert_gradients, assert_loss, assert_same, run_plain, twin
+from tests.comparisons import Beside, assert_same, run_plain, twin
 from tests.ir.cut.test_ways import MODELS, TARGET, Critic, Net, X, penalized_silently, penalty_of
 from tests.ir.trace.test_exported import Blocks, Called, exported, ids, numbers
 from tests.ir.trace.test_function_transforms import MSE, TRANSFORMED, copy_of, kept
@@ -58,12 +58,6 @@ class Checkpointed(nn.Module):
         return x
 
 
-def plain_step(model, x, target):
-    loss = F.mse_loss(model(x), target)
-    loss.backward()
-    return loss.detach()
-
-
 OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 
 
@@ -75,23 +69,19 @@ OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 def test_gradients_are_those_of_the_plain_model(threads, options):
     x, target = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     for schedule in ("1f1b", "zb_h1"):
-        model = Checkpointed(**options)
-        plain = copy.deepcopy(model)
-        driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads, schedule=schedule)
-        for _ in range(2):
-            torch.testing.assert_close(driver.run(3, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
-        assert_gradients(driver, plain)
-        driver.close()
+        both = Beside(threads, Checkpointed(**options), schedule=schedule)
+        both.run(3, x, target)
+        both.step(3, x, target)
+        both.driver.close()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_autocast_around_the_step(threads, reentrant):
-    model = Checkpointed(reentrant).float()
-    plain, driver = copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    both = Beside(threads, Checkpointed(reentrant).float())
     x, target = torch.randn(2, 8, WIDTH, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(driver.run(1, x, target), plain_step(plain, x, target))
-    assert_gradients(driver, plain, rtol=1e-2, atol=1e-4)
+        both.run(1, x, target, rtol=0, atol=0)
+    both.same_gradients(rtol=1e-2, atol=1e-4)
 
 
 class Scaled(nn.Module):
@@ -137,12 +127,7 @@ WITH_SUM = "vmap with values from outside"  # it sums over the rows
 def test_workers_compute_it(name, chunks, cluster):
     model, x, target = kept(TRANSFORMED[name]), torch.randn(6, 4), torch.randn(6, 4)
     plain = copy_of(model, TRANSFORMED[name])
-    MSE(plain(x), target).backward()
-    driver = PipelineDriver1F1B(pipeline(model, MSE, example_args=(x, target)), cluster)
-    driver.run(chunks, x, target)
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    Beside(cluster, model, MSE, plain=plain, pipe={"example_args": (x, target)}).step(chunks, x, target)
 
 
 # Models that differentiate in forward train on workers as the plain model: forces of a potential, among others.
@@ -151,24 +136,12 @@ def test_workers_compute_it(name, chunks, cluster):
 OF_ROWS = [name for name in MODELS if "parameter" not in name and name not in ("inner loop", "of two values")]
 
 
-def check_steps(driver, plain, loss_fn):
-    for _ in range(2):
-        plain.zero_grad()
-        driver.zero_grad()
-        assert_loss(driver.run(3, X.clone(), TARGET), loss_fn(plain(X.clone()), TARGET), rtol=1e-12, atol=1e-14)
-        found = driver.gradients()
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_gradients_through_gradients_are_those_of_the_plain_model(cluster, name, schedule):
-    model = Net(MODELS[name])
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver(pipeline(model, F.mse_loss, num_stages=2), cluster, schedule=schedule)
-    check_steps(driver, plain, F.mse_loss)
+    both = Beside(cluster, Net(MODELS[name]), F.mse_loss, pipe={"num_stages": 2}, schedule=schedule)
+    both.step(3, X.clone(), TARGET)
+    both.step(3, X.clone(), TARGET)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -176,13 +149,13 @@ def test_a_gradient_penalty_is_refused_in_the_loss_and_right_in_forward(cluster,
     critic = Critic(with_gradient=False)
     with pytest.raises(StepError, match="return it beside the output"):
         PipelineDriver(pipeline(critic, penalized_silently), cluster, schedule=schedule).run(3, X, TARGET)
-    advised = Critic(with_gradient=True)
-    plain = copy.deepcopy(advised)
 
     def loss_fn(output, target):
         return output[0].mean() + penalty_of(output[1])
 
-    check_steps(PipelineDriver(pipeline(advised, loss_fn), cluster, schedule=schedule), plain, loss_fn)
+    both = Beside(cluster, Critic(with_gradient=True), loss_fn, schedule=schedule)  # as the message advises
+    both.step(3, X.clone(), TARGET)
+    both.step(3, X.clone(), TARGET)
 
 
 # Models whose forward makes distributions of torch: what these ask of numbers is asked where the numbers are.
@@ -201,20 +174,15 @@ class Policy(nn.Module):
 
 @pytest.mark.parametrize("with_example", [False, True])
 def test_distributions_in_forward(with_example, threads):
-    model, x, action, target = Policy(), torch.randn(6, 4), torch.randn(6, 2), torch.randn(6)
-    plain = copy.deepcopy(model)
-    nn.functional.mse_loss(plain(x, action), target).backward()
+    x, action, target = torch.randn(6, 4), torch.randn(6, 2), torch.randn(6)
     example = (x[:2], action[:2], target[:2]) if with_example else None
-    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example)
-    driver = PipelineDriver1F1B(pipe, threads)
-    driver.run(2, x, action, target)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(driver.get_grad(name), parameter.grad)
+    both = Beside(threads, Policy(), pipe={"num_stages": 2, "split": "parameters", "example_args": example})
+    both.step(2, x, action, target)
     action[5, 0] = torch.nan
     with pytest.raises(ValueError, match="invalid values"):
-        plain(x, action)
+        both.plain(x, action)
     with pytest.raises(StepError, match="was given 1 value that is not valid"):
-        driver.run(2, x, action, target)
+        both.driver.run(2, x, action, target)
 
 
 # Programs of `torch.export`, on workers.
@@ -239,16 +207,11 @@ def test_a_driver_runs_it_with_micro_batches_of_any_size(threads):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_its_buffers_change_once_in_a_step(checkpoint, threads):
     model, program, _, _, loss_fn = exported("counted")
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver1F1B(pipeline(program, loss_fn), threads, checkpoint=checkpoint)
+    both = Beside(threads, program, loss_fn, plain=copy.deepcopy(model), checkpoint=checkpoint)
     for _ in range(2):
-        x, target = numbers(4), numbers(4)[:, :1]
-        plain.zero_grad()
-        driver.zero_grad()
-        assert_same(driver.run(2, x, target), run_plain(plain, loss_fn, None, (x,), target), "loss")
-        for name, parameter in plain.named_parameters():
-            assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
-    assert_same(driver.state_dict(), plain.state_dict(), "state")
+        both.zero_grad()
+        both.step(2, numbers(4), numbers(4)[:, :1])
+    both.same_state()
 
 
 def test_a_program_of_fixed_rows_runs_micro_batches_of_these(threads):
@@ -265,21 +228,18 @@ def test_a_program_of_fixed_rows_runs_micro_batches_of_these(threads):
 
 
 def test_its_steps_on_a_worker_are_those_of_the_plain_model(cluster):
-    model = Branching().eval()
-    plain, start = twin(model), twin(model)
-    driver = PipelineDriver1F1B(pipeline(model, F.mse_loss, split="parameters", num_stages=1), cluster, world_size=1)
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-    own, branches = torch.optim.SGD(plain.parameters(), lr=0.1), set()
+    model, branches = Branching().eval(), set()
+    start, pipe = twin(model), {"split": "parameters", "num_stages": 1}
+    both = Beside(cluster, model, F.mse_loss, pipe=pipe, world_size=1)
+    both.optimize(torch.optim.SGD, lr=0.1)
     for sign in (1, -1, 1):
-        loss, expected = driver.run(1, sign * ROWS, target=ROWS), F.mse_loss(plain(sign * ROWS), ROWS)
-        expected.backward()
-        branches.add(plain._model.weight.grad is not None and bool(plain._model.weight.grad.any()))
-        optimizer.step(), optimizer.zero_grad(), own.step(), own.zero_grad()
-        assert_same(loss, expected.detach(), "loss")
+        both.run(1, sign * ROWS, ROWS)
+        branches.add(both.plain._model.weight.grad is not None and bool(both.plain._model.weight.grad.any()))
+        both.update()
     assert branches == {True, False}
-    assert_same(driver.state_dict(), plain.state_dict(), "state")
-    driver.copy_to(start)
-    assert_same(start.state_dict(), plain.state_dict(), "state")
+    both.same_state()
+    both.driver.copy_to(start)
+    assert_same(start.state_dict(), both.plain.state_dict(), "state")
 
 
 # Layers that are called with other tensors than their own train as in the plain model. Each ran with its own, silently.
@@ -342,15 +302,12 @@ class Assigned(Layered):
 
 @pytest.mark.parametrize("kind", [WithAnothers, BlockWithAnothers, WithMade, Assigned])
 def test_a_layer_that_is_called_with_other_tensors(kind, threads):
-    model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
-    plain = copy.deepcopy(model)
-    nn.functional.mse_loss(plain(x), target).backward()
-    example = (x[:2], target[:2])
-    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example)
-    driver = PipelineDriver1F1B(pipe, threads)
-    driver.run(2, x, target)
-    for name, parameter in plain.named_parameters():
-        gradient = driver.get_grad(name)
+    x, target = torch.randn(6, 4), torch.randn(6, 4)
+    pipe = {"num_stages": 2, "split": "parameters", "example_args": (x[:2], target[:2])}
+    both = Beside(threads, kind(), pipe=pipe)
+    both.run(2, x, target)
+    for name, parameter in both.plain.named_parameters():
+        gradient = both.driver.get_grad(name)
         assert (gradient is None or not gradient.any()) if parameter.grad is None else gradient is not None, name
         if parameter.grad is not None:
             torch.testing.assert_close(gradient, parameter.grad)
@@ -410,7 +367,7 @@ class Normed(nn.Module):
         return self.last(x)
 
 
-def loss_fn(output, target):
+def squares(output, target):
     return ((output - target) ** 2).mean()
 
 
@@ -418,23 +375,12 @@ def loss_fn(output, target):
 @pytest.mark.parametrize("on, schedule", [("threads", "1f1b"), ("threads", "zb_h1"), ("cluster", "1f1b")])
 def test_parametrized_modules_travel(norm, on, schedule, request):
     torch.manual_seed(3)
-    model = Normed(norm)
-    torch.manual_seed(3)
     plain = Normed(norm)
-    names = list(plain.state_dict())
+    torch.manual_seed(3)
+    both = Beside(request.getfixturevalue(on), Normed(norm), squares, plain=plain, schedule=schedule)
+    both.optimize(torch.optim.SGD, lr=0.1)
     x, target = torch.randn(4, 4), torch.randn(4, 4)
-    driver = PipelineDriver(pipeline(model, loss_fn), request.getfixturevalue(on), schedule=schedule)
-    optimizers = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
-        loss = loss_fn(plain(x), target)
-        for each in optimizers:
-            each.zero_grad()
-        loss.backward()
-        torch.testing.assert_close(driver.run(1, x, target), loss.detach())
-        assert_gradients(driver, plain)
-        for each in optimizers:
-            each.step()
-    state = driver.state_dict()
-    assert list(state) == names
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(state[name], tensor)
+        both.step(1, x, target)
+        both.update()
+    both.same_state()

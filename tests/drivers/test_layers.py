@@ -10,7 +10,7 @@ from pippy import LayerSpec, Pipe, PipelineDriver1F1B, SplitPoint, TiedLayerSpec
 from pippy.balance.balancer import Balancer
 from pippy.drivers.base.errors import StepError
 from pippy.ir.base.errors import InitializationError, TracingError
-from tests.comparisons import assert_loss, assert_same_training
+from tests.comparisons import Beside, assert_loss, assert_same_training
 
 
 def test_workers_run_functions_among_layers(threads):
@@ -221,16 +221,14 @@ def test_names_are_those_of_the_model_inside(threads):
     torch.manual_seed(0)
     compiled = torch.compile(Net())
     annotate_split_points(compiled, {"last": SplitPoint.BEGINNING})
-    driver = PipelineDriver1F1B(pipeline(compiled, torch.compile(nn.MSELoss())), threads)
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-    plain = copy.deepcopy(compiled._orig_mod)
-    driver.run(2, X, TARGET)
-    optimizer.step()
-    driver.copy_to(compiled)
-    assert list(driver.state_dict()) == list(plain.state_dict())
-    nn.MSELoss()(plain(X), TARGET).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    torch.testing.assert_close(compiled._orig_mod.state_dict(), plain.state_dict())
+    both = Beside(threads, compiled, torch.compile(nn.MSELoss()), plain=copy.deepcopy(compiled._orig_mod))
+    both.optimize(torch.optim.SGD, lr=0.1)
+    both.loss = nn.MSELoss()
+    both.run(2, X, TARGET)
+    both.update()
+    both.driver.copy_to(compiled)
+    both.same_state()
+    torch.testing.assert_close(compiled._orig_mod.state_dict(), both.plain.state_dict())
 
 
 @pytest.mark.parametrize("script", [torch.jit.script, lambda model: torch.jit.trace(model, X)])

@@ -18,18 +18,11 @@ from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriv
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.ir.base.trees import leaves
-from tests.comparisons import assert_gradients
-from tests.drivers.thread_cluster import thread_cluster
+from tests.comparisons import Beside, assert_gradients
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 CLASSES = 4
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with thread_cluster(2) as cluster:
-        yield cluster
 
 
 class Net(nn.Module):
@@ -235,8 +228,8 @@ def given_as(form: str, loss: Callable[[Any, Any], Any]) -> Any:
 class Checked:
     """A driver that is held to the plain model. Where it refuses a step, the next driver is made as the error says."""
 
-    def __init__(self, case: Case, workers) -> None:
-        self.case, self.workers = case, workers
+    def __init__(self, case: Case, threads) -> None:
+        self.case, self.workers = case, threads
         self.advice: str | None = None
         self.plain = Returning(case.plain) if case.form == "returned" else Net()
         self.driver = self.made(PipelineDriver1F1B)
@@ -285,9 +278,9 @@ class Checked:
     chunks=st.integers(2, 4),
     seed=st.integers(0, 3),
 )
-def test_any_loss_gives_the_plain_numbers_or_advice_that_does(workers, case, padding, chunks, seed):
+def test_any_loss_gives_the_plain_numbers_or_advice_that_does(threads, case, padding, chunks, seed):
     torch.manual_seed(seed)
-    checked = Checked(case, workers)
+    checked = Checked(case, threads)
     for rows in padding:
         checked.step(chunks, *case.batch(rows))
     checked.driver.close()
@@ -356,23 +349,18 @@ PADDED_LOSSES = {
 }
 
 
-def step(threads, name, kind=PipelineDriver, **options):
-    """Run a step without the check of the first one, and compare it with the plain model's."""
+def step(threads, name, kind=None, **options):
+    """A step without the check of the first one, beside the plain model's."""
     loss_fn, how = PADDED_LOSSES[name]
-    model = PaddedWords(returns=loss_fn is None)
-    plain = copy.deepcopy(model)
-    pipe = pipeline(model, loss_fn, output_loss_value_spec=None if loss_fn else True)
-    driver = kind(pipe, threads, check=False, loss_reduction=how, **options)
+    model, pipe = PaddedWords(returns=loss_fn is None), {"output_loss_value_spec": None if loss_fn else True}
+    both = Beside(threads, model, loss_fn, kind, pipe=pipe, check=False, loss_reduction=how, **options)
     try:
-        loss = driver.run(3, IDS, LABELS)
-        wanted = loss_fn(plain(IDS), LABELS) if loss_fn else plain(IDS, LABELS)
-        wanted.backward()
-        torch.testing.assert_close(loss, wanted.detach())
-        assert_gradients(driver, plain)
+        both.step(3, IDS, LABELS)
+        expected = loss_fn(both.plain(IDS), LABELS) if loss_fn else both.plain(IDS, LABELS)
         with torch.no_grad():
-            torch.testing.assert_close(driver.run(3, IDS, LABELS), wanted.detach())
+            torch.testing.assert_close(both.driver.run(3, IDS, LABELS), expected.detach())
     finally:
-        driver.close()
+        both.driver.close()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

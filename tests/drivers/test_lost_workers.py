@@ -45,6 +45,20 @@ def own(alone):
         assert not os.path.exists(f"/proc/{address.pid}")
 
 
+@pytest.fixture
+def training(own):
+    """A driver that has made a step, and the plain model beside it."""
+    made = Training(own)
+    made.step()
+    return made
+
+
+def recover(training):
+    training.driver.recover()
+    training.plain.zero_grad()
+    training.check()
+
+
 @contextmanager
 def signalled(cluster, worker, number, after=0.3):
     timer = threading.Timer(after, os.kill, (cluster.session.workers[worker].pid, number))
@@ -85,9 +99,7 @@ def test_a_worker_killed_while_the_first_step_is_tried(own):
     assert caught.value.index == 1
 
 
-def test_a_worker_killed_while_idle(own):
-    training = Training(own)
-    training.step()
+def test_a_worker_killed_while_idle(training, own):
     os.kill(own.session.workers[2].pid, signal.SIGKILL)
     killed = pytest.raises(WorkerLostError, match="SIGKILL")
     with hearing_of_deaths(own.session), within(1.0), killed as caught:
@@ -95,9 +107,7 @@ def test_a_worker_killed_while_idle(own):
     assert caught.value.index == 2
 
 
-def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
-    training = Training(own)
-    training.step()
+def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(training, own):
     pid = own.session.workers[2].pid
     stop(pid)
     with signalled(own, 2, signal.SIGCONT, after=0.8):
@@ -121,10 +131,8 @@ def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
     assert caught.value.index == 2
 
 
-def test_a_worker_that_computes_with_pythons_lock_is_not_lost(own):
+def test_a_worker_that_computes_with_pythons_lock_is_not_lost(training, own):
     """It leaves pings unanswered for longer than the ``timeout``, and what it does is said."""
-    training = Training(own)
-    training.step()
     own.session.timeout, own.session.interval = 0.5, 0.2
     said, over = [], threading.Event()
 
@@ -148,24 +156,18 @@ def test_a_worker_that_computes_with_pythons_lock_is_not_lost(own):
     training.check()
 
 
-def test_a_worker_that_waits_with_pythons_lock_is_lost(own):
-    training = Training(own)
-    training.step()
+def test_a_worker_that_waits_with_pythons_lock_is_lost(training, own):
     own.session.timeout, own.session.interval = 1.0, 0.2
     with (
         within(2.5),
         pytest.raises(WorkerLostError, match=r"it waits since 1 s in .*failing_model.py:\d+, in hold_pythons"),
     ):
         training.fail(ASLEEP)
-    training.driver.recover()
-    training.plain.zero_grad()
-    training.check()
+    recover(training)
 
 
-def test_a_step_that_takes_too_long(own):
+def test_a_step_that_takes_too_long(training, own):
     """Before it and after it are steps that may take as long as they do."""
-    training = Training(own)
-    training.step()
     training.driver.steps.settings.timeout = 0.5
     with (
         slow_until_told(own, "F1.1", "from worker 1"),
@@ -225,28 +227,20 @@ def test_every_call_ends_after_a_stage_that_never_ends_was_given_up(own, tmp_pat
     other.check()
 
 
-def test_recover_alone_is_enough_after_ctrl_c_in_a_stage_that_never_ends(own):
-    training = Training(own)
-    training.step()
+def test_recover_alone_is_enough_after_ctrl_c_in_a_stage_that_never_ends(training, own):
     own.session.timeout = 1.0
     give_up(training, "Ctrl-C")
     with within(1.0 + 3.0):
-        training.driver.recover()
-    training.plain.zero_grad()
-    training.check()
+        recover(training)
 
 
-def test_a_step_that_never_ends_is_lost_when_its_time_limit_is_over(own):
-    training = Training(own)
-    training.step()
+def test_a_step_that_never_ends_is_lost_when_its_time_limit_is_over(training, own):
     training.driver.steps.settings.timeout, own.session.timeout = 0.5, 1.0
     error = give_up(training, "a time limit")
     assert re.search(NEVER_ENDS, str(error)) and "took longer than 0.5 s (step_timeout)" in str(error.__cause__)
     with within(0.1), pytest.raises(WorkerLostError):
         training.step()
-    training.driver.recover()
-    training.plain.zero_grad()
-    training.check()
+    recover(training)
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, "1"])

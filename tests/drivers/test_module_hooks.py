@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import fx, nn
 
-from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+from pippy import Pipe, PipelineDriver, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.errors import PippyWarning
 from pippy.ir.base.errors import ModeError, TracingError
-from tests.comparisons import assert_gradients, assert_loss, assert_same_gradients
+from tests.comparisons import Beside, assert_loss, assert_same_gradients
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64", "seeded"),
     pytest.mark.filterwarnings("ignore:forward.. sets seen on the model:pippy.errors.PippyWarning"),
 ]
 
+MSE = nn.MSELoss()
 X, TARGET = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4), torch.zeros(6, 4, dtype=torch.float64)
 
 
@@ -73,9 +74,9 @@ def test_hooks_that_are_there_are_followed(threads, place, kind, schedule):
     """Backward hooks of a module that tracing takes apart were refused; now it is kept whole."""
     model = Blocks()
     HOOKS[kind](model.get_submodule(PLACES[place]))
-    pipe = pipeline(model, nn.MSELoss())
-    assert list(pipe.kept_whole) == (["second"] if place == "container" and "backward" in kind else [])
-    assert_as_plain(PipelineDriver(pipe, threads, schedule=schedule), model)
+    both = Beside(threads, model, schedule=schedule)
+    assert list(both.pipe.kept_whole) == (["second"] if place == "container" and "backward" in kind else [])
+    both.step(3, X, TARGET)
 
 
 @pytest.mark.parametrize("kind", HOOKS)
@@ -87,7 +88,7 @@ def test_hooks_that_change_later_are_refused_before_anything_is_sent(threads, pl
         return  # a model with hooks of its own is refused
     model = Blocks()
     there = HOOKS[kind](model.get_submodule(place)) if removed else None
-    driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads)
+    driver = PipelineDriver(pipeline(model, MSE), threads)
     driver.run(3, X, TARGET)
     handle = there or HOOKS[kind](model.get_submodule(place))
     if removed:
@@ -102,7 +103,7 @@ def test_hooks_that_change_later_are_refused_before_anything_is_sent(threads, pl
     assert threads.session.counts == sent
     pipe, advice = driver.pipe, str(caught.value).rpartition("; ")[2]
     if advice == "call pipeline() again":
-        pipe = pipeline(model, nn.MSELoss())
+        pipe = pipeline(model, MSE)
     elif advice == "take it off":
         handle.remove()
     else:
@@ -114,7 +115,7 @@ def test_hooks_that_change_later_are_refused_before_anything_is_sent(threads, pl
 @pytest.mark.parametrize("place", ["second", ""])
 def test_a_pipe_in_this_process_refuses_what_it_would_not_call(place):
     model = Blocks()
-    pipe = pipeline(model, nn.MSELoss())
+    pipe = pipeline(model, MSE)
     model.second.layer.register_forward_hook(lambda module, args, output: output * 2)
     pipe.register_forward_hook(lambda module, args, output: output * 1.0)
     loss, expected = plain_gradients(model)
@@ -126,7 +127,7 @@ def test_a_pipe_in_this_process_refuses_what_it_would_not_call(place):
 
 
 def test_hooks_on_a_pipe_itself_are_refused_by_a_driver(threads):
-    pipe = pipeline(Blocks(), nn.MSELoss())
+    pipe = pipeline(Blocks(), MSE)
     driver = PipelineDriver(pipe, threads)
     pipe.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ModeError, match="the Pipe itself"):
@@ -141,7 +142,7 @@ def test_a_hook_that_notes_something_is_refused_in_the_first_step(threads, kind)
         model.second.layer.register_forward_hook(lambda module, args, output: seen.append(output))
     else:
         model.second.register_full_backward_hook(lambda module, given, output: seen.append(output))
-    driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads)
+    driver = PipelineDriver(pipeline(model, MSE), threads)
     with pytest.raises(StepError, match=f"a {kind} hook of '.*second.*' changes an object that it refers to"):
         driver.run(3, X, TARGET)
     assert driver.get_grad("last.weight") is None
@@ -160,18 +161,9 @@ def test_a_hook_that_notes_something_of_its_module_is_followed(threads):
         def forward(self, x):
             return self.layer(x)
 
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), Counts()
-            self.second.register_full_backward_hook(lambda module, given, output: None)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model = Keeps()
-    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="uniform")
-    assert_as_plain(PipelineDriver(pipe, threads), model)
+    model = nn.Sequential(nn.Linear(4, 4), Counts())
+    model[1].register_full_backward_hook(lambda module, given, output: None)
+    Beside(threads, model, pipe={"num_stages": 2, "split": "uniform"}).step(3, X, TARGET)
 
 
 def test_hooks_of_all_modules_are_refused_by_pipeline():
@@ -206,16 +198,22 @@ def test_a_hook_on_a_value_in_forward_is_refused_with_the_line_or_kept_with_its_
             return x
 
     model = nn.Sequential(nn.Linear(4, 4), Inside(), nn.Linear(4, 4))
-    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="uniform")
-    assert list(pipe.kept_whole) == ["1"]
-    assert_as_plain(PipelineDriver(pipe, threads), model)
+    both = Beside(threads, model, pipe={"num_stages": 2, "split": "uniform"})
+    assert list(both.pipe.kept_whole) == ["1"]
+    both.step(3, X, TARGET)
 
 
 # Forward hooks that keep what a layer gives for a later part of forward: features taken by hooks.
 
 
-MSE = nn.MSELoss()
 FEATURES: dict[str, object] = {}
+
+
+def alike(kind):
+    """Two models with the same numbers: a copy would have the hooks of the first."""
+    model, other = kind(), kind()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    return model, other
 
 
 class Net(nn.Module):
@@ -269,18 +267,11 @@ class InAList(Net):
         return self.seen[0] * self.seen[1]
 
 
-def again(model):
-    """A model of its own with the same numbers: a copy would have the hooks of the first."""
-    other = type(model)()
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    return other
-
-
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("with_example", [False, True])
 @pytest.mark.parametrize("kind", [InADict, BeforeTheCall, InAGlobal, InAList])
 def test_what_they_keep_is_a_value_of_the_graph(kind, with_example, called_before):
-    model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
+    (model, plain), x, target = alike(kind), torch.randn(6, 4), torch.randn(6, 4)
     FEATURES.clear()
     if called_before:
         model(torch.randn(6, 4))
@@ -288,18 +279,13 @@ def test_what_they_keep_is_a_value_of_the_graph(kind, with_example, called_befor
     pipe = pipeline(model, MSE, **({"example_args": (x, target)} if with_example else {}))
     assert list(FEATURES.values()) == kept  # nothing of the trace is left
     assert not any(isinstance(each, fx.Proxy) for each in model.seen)
-    plain = again(model)
     assert_loss(pipe(x, target).detach(), MSE(plain(x), target))
     assert_same_gradients(pipe, plain)
 
 
 def test_workers_compute_it(threads):
-    model, x, target = InADict(), torch.randn(6, 4), torch.randn(6, 4)
-    plain = again(model)
-    MSE(plain(x), target).backward()
-    driver = PipelineDriver1F1B(pipeline(model, MSE), threads)
-    driver.run(3, x, target)
-    assert_gradients(driver, plain)
+    model, plain = alike(InADict)
+    Beside(threads, model, plain=plain).step(3, torch.randn(6, 4), torch.randn(6, 4))
 
 
 class Looks(Net):

@@ -19,9 +19,9 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import add_communication, make_schedule, parse_program
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.trees import map_tensors
-from tests.comparisons import assert_state, update
+from tests.comparisons import Beside, assert_bits
 from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
-from tests.drivers.test_driver import assert_bits, build
+from tests.drivers.test_driver import build
 from tests.zoo import exhibits
 
 pytestmark = [
@@ -192,21 +192,19 @@ RUNS = [
 @pytest.mark.parametrize(("config", "schedule", "checkpoint"), RUNS)
 def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
     """With processes, and steps sent ahead."""
-    model = TiedLanguage()
-    plain, pipe = copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
-    driver = PipelineDriver(pipe, cluster, schedule=schedule, checkpoint=checkpoint)
-    mine = driver.instantiate_optimizer(torch.optim.Adam, lr=1e-2)
-    theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    pipe = {"multi_use_param_spec": config}
+    both = Beside(cluster, TiedLanguage(), cross_entropy, pipe=pipe, schedule=schedule, checkpoint=checkpoint)
+    both.optimize(torch.optim.Adam, lr=1e-2)
     steps, expected = [], []
     for _ in range(3):
         x, target = tokens()
-        steps.append(driver.run_async(3, x, target))
-        expected.append(cross_entropy(plain(x), target))
+        steps.append(both.driver.run_async(3, x, target))
+        expected.append(cross_entropy(both.plain(x), target))
         expected[-1].backward()
-        update(mine, theirs)
+        both.update()
     for step, loss in zip(steps, expected):
         torch.testing.assert_close(step.result(), loss.detach(), rtol=1e-9, atol=0)
-    assert_state(driver, plain)
+    both.same_state()
 
 
 class Aside(TwoLayers):

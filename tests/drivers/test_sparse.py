@@ -18,7 +18,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.worker.measure.live_storages import LiveStorages
-from tests.comparisons import assert_gradients, assert_loss, assert_state, update
+from tests.comparisons import Beside
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -68,31 +68,24 @@ OPTIMIZERS = {
 }
 
 
-class Twins:
+class Twins(Beside):
     """A model on a driver and its plain twin, each with an optimizer for embeddings and one for all else."""
 
-    def __init__(self, cluster, case, kind="SGD", make=PipelineDriver1F1B, **options):
-        model, pipe_options = CASES[case]
-        self.plain = model()
-        self.driver = make(pipeline(copy.deepcopy(self.plain), F.mse_loss, **pipe_options), cluster, **options)
+    def __init__(self, cluster, case, kind="SGD", **options):
+        model, pipe = CASES[case]
+        super().__init__(cluster, model(), F.mse_loss, pipe=pipe, **options)
         names = [name for name, _ in self.plain.named_parameters()]
         sparse = [name for name in names if not name.startswith("hidden")]
         rest = [name for name in names if name not in sparse]
-        self.mine, self.theirs = [], []
         for own, (optimizer, settings) in ((sparse, OPTIMIZERS[kind]), (rest, OPTIMIZERS["SGD"])):
-            groups = [{"params": own}]
-            self.mine.append(self.driver.instantiate_optimizer(optimizer, param_groups=groups, **settings))
-            self.theirs.append(optimizer([self.plain.get_parameter(name) for name in own], **settings))
+            mine = self.driver.instantiate_optimizer(optimizer, param_groups=[{"params": own}], **settings)
+            self.optimizers += [mine, optimizer([self.plain.get_parameter(name) for name in own], **settings)]
 
     def backward(self, chunks=3):
         x = torch.randint(1, 12, (7, 5))
-        target = torch.randn(self.plain(x).shape)
-        assert_loss(self.driver.run(chunks, x, target), F.mse_loss(self.plain(x), target))
+        self.run(chunks, x, torch.randn(self.plain(x).shape))
 
-    def update(self):
-        update(*self.mine, *self.theirs)
-
-    def compare_gradients(self):
+    def same_gradients(self):
         for name, gradient in self.driver.gradients().items():
             expected = self.plain.get_parameter(name).grad
             assert (gradient is None) == (expected is None), name
@@ -100,9 +93,11 @@ class Twins:
                 assert gradient.layout == expected.layout, name
                 torch.testing.assert_close(gradient.to_dense(), expected.to_dense())
 
-    def compare_parameters(self):
-        assert_state(self.driver, self.plain)
-        self.driver.close()
+    def dense_gradients(self):
+        """The plain model's are dense from here on. Gives them."""
+        for parameter in self.plain.parameters():
+            parameter.grad = parameter.grad.to_dense()
+        return [parameter.grad for parameter in self.plain.parameters()]
 
 
 TRAINED = [(case, "SGD") for case in CASES]
@@ -112,14 +107,13 @@ TRAINED += [("embedding and bag", "SparseAdam"), ("embedding and bag", "Adagrad"
 @pytest.mark.parametrize(("case", "kind"), TRAINED)
 def test_sparse_gradients_train_as_in_plain_pytorch(threads, case, kind):
     twins = Twins(threads, case, kind)
-    for step in range(3):
-        for _ in range(step):  # gradients of several steps add up
+    for steps in range(1, 4):  # gradients of several steps add up
+        for _ in range(steps):
             twins.backward()
-        twins.backward()
-        twins.compare_gradients()
+        twins.same_gradients()
         twins.update()
         assert all(gradient is None for gradient in twins.driver.gradients().values())
-    twins.compare_parameters()
+    twins.same_state()
 
 
 def test_the_reference_adds_sparse_and_dense_gradients_of_copies():
@@ -138,22 +132,15 @@ def test_the_reference_adds_sparse_and_dense_gradients_of_copies():
                 torch.testing.assert_close(gradient.to_dense(), parameter.grad.to_dense())
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (PipelineDriver, {"schedule": "zb_h1"}),
-        (PipelineDriver1F1B, {"out_of_order": True}),
-        (PipelineDriver, {"schedule": "auto"}),
-    ],
-)
-def test_sparse_gradients_under_other_drivers(threads, make, options):
-    twins = Twins(threads, "copies", "SparseAdam", make, **options)
+@pytest.mark.parametrize("options", [{"schedule": "zb_h1"}, {"out_of_order": True}, {"schedule": "auto"}], ids=str)
+def test_sparse_gradients_under_other_drivers(threads, options):
+    twins = Twins(threads, "copies", "SparseAdam", **options)
     for _ in range(2):
         with twins.driver.record():
             twins.backward(4)
-        twins.compare_gradients()
+        twins.same_gradients()
         twins.update()
-    twins.compare_parameters()
+    twins.same_state()
 
 
 @pytest.mark.parametrize("case", ["embedding and bag", "copies"])
@@ -162,16 +149,14 @@ def test_norms_of_sparse_gradients(threads, case):
     twins = Twins(threads, case)
     for norm_type in (2.0, 1.0, 0.0, -1.0, float("inf"), float("-inf")):
         twins.backward()
-        for parameter in twins.plain.parameters():
-            parameter.grad = parameter.grad.to_dense()
-        expected = nn.utils.get_total_norm([each.grad for each in twins.plain.parameters()], norm_type)
+        expected = nn.utils.get_total_norm(twins.dense_gradients(), norm_type)
         torch.testing.assert_close(twins.driver.grad_norm(norm_type), expected)
         nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01, norm_type)
         torch.testing.assert_close(twins.driver.clip_grad_norm_(0.01, norm_type), expected)
         for name, gradient in twins.driver.gradients().items():
             assert gradient.layout == (torch.strided if name.startswith("hidden") else torch.sparse_coo)
             torch.testing.assert_close(gradient.to_dense(), twins.plain.get_parameter(name).grad)
-        twins.driver.zero_grad(), twins.plain.zero_grad()
+        twins.zero_grad()
 
 
 @pytest.mark.parametrize("case", ["embedding and bag", "copies", "a copy with a dense gradient"])
@@ -180,27 +165,22 @@ def test_gradients_are_clipped_by_value(threads, case):
     twins = Twins(threads, case)
     for _ in range(2):  # an element may be stored in several parts
         twins.backward()
-    for parameter in twins.plain.parameters():
-        parameter.grad = parameter.grad.to_dense()
+    twins.dense_gradients()
     nn.utils.clip_grad_value_(twins.plain.parameters(), 1e-3)
     twins.driver.clip_grad_value_(1e-3)
     for name, gradient in twins.driver.gradients().items():
         torch.testing.assert_close(gradient.to_dense(), twins.plain.get_parameter(name).grad)
     twins.update()
-    twins.compare_parameters()
+    twins.same_state()
 
 
 def test_the_norm_of_a_gradient_that_stores_nothing(threads):
     twins = Twins(threads, "embedding and bag")
-    x, target = torch.zeros(4, 3, dtype=torch.long), torch.randn(4, 8)  # padding only
-    twins.driver.run(2, x, target)
-    F.mse_loss(twins.plain(x), target).backward()
+    twins.run(2, torch.zeros(4, 3, dtype=torch.long), torch.randn(4, 8))  # padding only
     assert twins.driver.get_grad("words.weight")._nnz() == 0
-    gradients = [each.grad.to_dense() for each in twins.plain.parameters()]
+    gradients = twins.dense_gradients()
     for norm_type in (2.0, float("inf")):
-        torch.testing.assert_close(
-            twins.driver.grad_norm(norm_type), nn.utils.get_total_norm(gradients, norm_type=norm_type)
-        )
+        torch.testing.assert_close(twins.driver.grad_norm(norm_type), nn.utils.get_total_norm(gradients, norm_type))
 
 
 def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused(threads):
@@ -238,27 +218,27 @@ def test_the_state_of_an_optimizer_of_sparse_gradients(threads, kind):
     twins = Twins(threads, "copies", kind)
     for _ in range(2):
         twins.backward(), twins.update()
-    saved, plain = twins.mine[0].state_dict(), twins.theirs[0].state_dict()
+    saved, plain = (each.state_dict() for each in twins.optimizers[:2])
     for key, value in plain["state"][0].items():
         mine = saved["state"]["words.weight"][key]
         if isinstance(value, torch.Tensor):
             assert mine.layout == value.layout
             torch.testing.assert_close(mine.to_dense(), value.to_dense())
     for state in (saved, plain):
-        twins.mine[0].load_state_dict(state)
+        twins.optimizers[0].load_state_dict(state)
         twins.backward(), twins.update()
-    twins.compare_parameters()
+    twins.same_state()
 
 
 def test_sparse_gradients_between_processes(cluster):
     for case in ("copies", "one that travels"):
         twins = Twins(cluster, case)
         twins.backward()
-        twins.compare_gradients()
+        twins.same_gradients()
         twins.update()
-        twins.mine[0].load_state_dict(twins.mine[0].state_dict())  # its momentum is sparse
+        twins.optimizers[0].load_state_dict(twins.optimizers[0].state_dict())  # its momentum is sparse
         twins.backward(), twins.update()
-        twins.compare_parameters()
+        twins.same_state()
 
 
 class Frequent(nn.Module):
@@ -275,18 +255,15 @@ class Frequent(nn.Module):
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_gradients_by_the_frequency_in_the_mini_batch_are_refused_for_micro_batches(threads, as_function):
-    plain = Frequent(as_function)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), F.mse_loss), threads)
+    both = Beside(threads, Frequent(as_function), F.mse_loss)
     x, target = torch.randint(13, (6, 5)), torch.randn(6, 5, 8)
     before = list(threads.session.counts)
     with pytest.raises(DriverError, match=r"(?s)scale_grad_by_freq=True.*test_sparse.py.*words"):
-        driver.run(2, x, target)
+        both.driver.run(2, x, target)
     assert threads.session.counts == before
-    driver.run(1, x, target)
-    F.mse_loss(plain(x), target).backward()
-    torch.testing.assert_close(driver.get_grad("words.weight"), plain.words.weight.grad)
+    both.step(1, x, target)
     with torch.no_grad():
-        driver.run(2, x, target)
+        both.driver.run(2, x, target)
 
 
 # Sparse tensors as inputs, between stages, as outputs and targets
@@ -329,18 +306,16 @@ def twin_of(plain):
     return twin
 
 
-def compare(cluster, plain, args, chunks, make=PipelineDriver1F1B, loss=F.mse_loss, **options):
-    """Run a model on a driver and plainly: loss or outputs, and gradients. The last of ``args`` may be a target."""
-    driver = make(pipeline(twin_of(plain), loss), cluster, **options)
-    mine = driver.run(chunks, *args)
+def compare(cluster, plain, args, chunks, kind=None, loss=F.mse_loss, **options):
+    """A step of a model on a driver and plainly: loss, or outputs, and gradients. The last of ``args`` may be a target."""
+    both = Beside(cluster, twin_of(plain), loss, kind, plain=plain, **options)
     if loss is None:
-        theirs = plain(*args).detach()
+        mine, theirs = both.driver.run(chunks, *args), plain(*args).detach()
         assert mine.layout == theirs.layout
         torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
     else:
-        assert_loss(mine, loss(plain(*args[:-1]), args[-1]))
-        assert_gradients(driver, plain)
-    driver.close()
+        both.step(chunks, *args)
+    both.driver.close()
 
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
@@ -406,18 +381,16 @@ def test_sparse_outputs(threads, layout):
 def test_a_sparse_parameter_of_two_stages(threads, config):
     plain, model = Twice(), Twice()
     model.load_state_dict(plain.state_dict())
-    driver = PipelineDriver1F1B(pipeline(model, F.mse_loss, multi_use_param_spec=config), threads)
-    mine, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    both = Beside(threads, model, F.mse_loss, plain=plain, pipe={"multi_use_param_spec": config})
+    both.optimize(torch.optim.SGD, lr=0.1)
     for _ in range(2):
-        x, target = torch.randn(6, 4), torch.randn(6, 4)
-        F.mse_loss(plain(x), target).backward()
-        driver.run(2, x, target)
-        assert driver.get_grad("weight").layout == plain.weight.grad.layout
-        mine.step(), theirs.step()
-    state = driver.state_dict()
+        both.run(2, torch.randn(6, 4), torch.randn(6, 4))
+        assert both.driver.get_grad("weight").layout == plain.weight.grad.layout
+        both.update(zero_grad=False)
+    state = both.driver.state_dict()
     torch.testing.assert_close(state["weight"].to_dense(), plain.weight.to_dense())
-    driver.load_state_dict({"weight": 2 * state["weight"]})
-    driver.copy_to(plain)
+    both.driver.load_state_dict({"weight": 2 * state["weight"]})
+    both.driver.copy_to(plain)
     torch.testing.assert_close(plain.weight.to_dense(), 2 * state["weight"].to_dense())
 
 
@@ -437,17 +410,17 @@ def squared(output, target):
 
 
 @pytest.mark.parametrize(
-    ("layout", "make", "options"),
+    ("layout", "kind", "options"),
     [
-        (torch.sparse_coo, PipelineDriver1F1B, {}),
+        (torch.sparse_coo, None, {}),
         (torch.sparse_csr, PipelineDriverFillDrain, {"single_loss": True}),
-        (torch.sparse_csr, PipelineDriver, {"schedule": "zb_h1"}),
+        (torch.sparse_csr, None, {"schedule": "zb_h1"}),
     ],
 )
-def test_a_loss_of_sparse_tensors(threads, layout, make, options):
+def test_a_loss_of_sparse_tensors(threads, layout, kind, options):
     """The loss is checked on parts of a micro-batch, or computed over all rows."""
     target = with_zeros().to_sparse(layout=layout)
-    compare(threads, Matrix(output=layout), (with_zeros(), target), 2, make, squared, **options)
+    compare(threads, Matrix(output=layout), (with_zeros(), target), 2, kind, squared, **options)
 
 
 def test_sparse_tensors_between_processes(cluster):

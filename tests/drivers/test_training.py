@@ -9,54 +9,43 @@ from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
-from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from tests.comparisons import assert_gradients, assert_loss, assert_state, update
+from pippy.drivers.driver.drivers import PipelineDriver1F1B, PipelineDriverFillDrain
+from tests.comparisons import Beside, assert_loss, assert_state, update
 from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 
-def tied(config=MultiUseParameterConfig.REPLICATE):
-    """The plain model, and a Pipe of its twin."""
-    model = TiedLanguage()
-    return copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
-
-
-def plain_step(model, x, target):
-    loss = cross_entropy(model(x), target)
-    loss.backward()
-    return loss.detach()
+def tied(cluster, config=MultiUseParameterConfig.REPLICATE, **options):
+    """A tied model on a driver, and the plain one beside it."""
+    return Beside(cluster, TiedLanguage(), cross_entropy, pipe={"multi_use_param_spec": config}, **options)
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_twenty_steps_of_adamw_follow_the_plain_loss_curve(cluster, config, workers):
-    plain, pipe = tied(config)
-    driver = PipelineDriver1F1B(pipe, cluster, world_size=workers)
+    both = tied(cluster, config, world_size=workers)
     groups = [{"params": ...}, {"params": ["*.bias", "norm.*"], "weight_decay": 0.0}]
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, param_groups=groups)
-    bare = [p for name, p in plain.named_parameters() if name.endswith("bias") or name.startswith("norm.")]
-    rest = [p for p in plain.parameters() if all(p is not other for other in bare)]
+    mine = both.driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, param_groups=groups)
+    bare = [p for name, p in both.plain.named_parameters() if name.endswith("bias") or name.startswith("norm.")]
+    rest = [p for p in both.plain.parameters() if all(p is not other for other in bare)]
     theirs = torch.optim.AdamW([{"params": rest}, {"params": bare, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1)
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=3e-2, total_steps=20) for each in (mine, theirs)]
+    both.optimizers = [mine, theirs]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=3e-2, total_steps=20) for each in both.optimizers]
     for _ in range(20):
-        x, target = tokens()
-        mine.zero_grad()
-        theirs.zero_grad()
-        loss = driver.run(3, x, target)
-        torch.testing.assert_close(loss, plain_step(plain, x, target), rtol=1e-9, atol=0)
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        torch.testing.assert_close(driver.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0)
-        assert_gradients(driver, plain)
-        for each in (mine, theirs, *schedules):
+        both.run(3, *tokens(), rtol=1e-9, atol=0)
+        norm = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.5)
+        torch.testing.assert_close(both.driver.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0)
+        both.same_gradients()
+        both.update()
+        for each in schedules:
             each.step()
     assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    assert_state(driver, plain)
+    both.same_state()
 
 
 def test_copies_of_a_replicated_parameter_stay_alike(cluster):
-    _, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, cluster)
+    driver = tied(cluster).driver
     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=1e-2)
     for step in range(6):
         optimizer.zero_grad()
@@ -77,35 +66,29 @@ def copies(driver, name):
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
 def test_a_driver_sends_the_parameters_that_the_model_has_now(threads, config):
-    plain, pipe = tied(config)
+    trained = tied(threads, config)
     x, target = tokens()
-    trained = PipelineDriver1F1B(pipe, threads)
-    optimizer = trained.instantiate_optimizer(torch.optim.SGD, lr=0.5)
+    optimizer = trained.driver.instantiate_optimizer(torch.optim.SGD, lr=0.5)
     trained.run(2, x, target)
     optimizer.step()
-    trained.copy_to(pipe)
-
-    plain.load_state_dict(trained.state_dict())
-    again = PipelineDriver1F1B(pipe, threads)
-    torch.testing.assert_close(again.run(2, x, target), plain_step(plain, x, target), rtol=1e-12, atol=1e-12)
-    assert_gradients(again, plain)
+    trained.driver.copy_to(trained.pipe)
+    trained.plain.load_state_dict(trained.driver.state_dict())
+    trained.driver = PipelineDriver1F1B(trained.pipe, threads)
+    trained.plain.zero_grad()
+    trained.step(2, x, target)
 
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_gradients_accumulate_over_several_runs(cluster, looks):
     """Looking at gradients in between adds up those of the copies early, which must not count them twice."""
-    plain, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, cluster)
+    both = tied(cluster)
     for _ in range(2):
-        driver.zero_grad()
-        plain.zero_grad()
+        both.zero_grad()
         for _ in range(3):
-            x, target = tokens()
-            driver.run(2, x, target)
-            plain_step(plain, x, target)
+            both.run(2, *tokens())
             if looks:
-                assert_gradients(driver, plain)
-        assert_gradients(driver, plain)
+                both.same_gradients()
+        both.same_gradients()
 
 
 def test_copies_are_added_up_once_per_update(threads, monkeypatch):
@@ -116,8 +99,7 @@ def test_copies_are_added_up_once_per_update(threads, monkeypatch):
     monkeypatch.setattr(
         AddingUp, "__init__", lambda self, own, *args: sums.append(own.index) or inner(self, own, *args)
     )
-    _, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, threads, world_size=2, check=False)
+    driver = tied(threads, world_size=2, check=False).driver
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     for runs in (1, 1, 3, 3, 3):
         sums.clear()
@@ -130,40 +112,33 @@ def test_copies_are_added_up_once_per_update(threads, monkeypatch):
 
 
 def test_a_plain_optimizers_state_can_be_loaded_and_given_back(cluster):
-    plain, pipe = tied()
-    theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    both = tied(cluster)
+    theirs = torch.optim.Adam(both.plain.parameters(), lr=1e-2)
     x, target = tokens()
-    plain_step(plain, x, target)
-    theirs.step()
-    driver = PipelineDriver1F1B(pipe, cluster)
-    mine = driver.instantiate_optimizer(torch.optim.Adam, lr=0.5)
-    driver.load_state_dict(plain.state_dict())
+    cross_entropy(both.plain(x), target).backward()
+    update(theirs)
+    mine = both.driver.instantiate_optimizer(torch.optim.Adam, lr=0.5)
+    both.driver.load_state_dict(both.plain.state_dict())
     mine.load_state_dict(theirs.state_dict())
     named = mine.state_dict()
-    for name, parameter in plain.named_parameters():
+    for name, parameter in both.plain.named_parameters():
         assert torch.equal(named["state"][name]["exp_avg"], theirs.state[parameter]["exp_avg"])
-    for each in (mine, theirs):
-        each.zero_grad()
-    driver.run(3, x, target)
-    plain_step(plain, x, target)
-    for each in (mine, theirs):
-        each.step()
+    both.run(3, x, target)
+    update(mine, theirs)
     assert mine.param_groups[0]["lr"] == 1e-2
-    assert_state(driver, plain)
+    both.same_state()
     mine.load_state_dict(named)
     with pytest.raises(OptimizerError, match="groups of"):
         mine.load_state_dict({"state": {}, "param_groups": []})
 
 
 def test_a_state_dict_loads_into_the_workers(cluster):
-    plain, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, cluster)
-    other = {name: torch.randn_like(tensor) for name, tensor in plain.state_dict().items()}
-    driver.load_state_dict(other)
-    plain.load_state_dict(other)
-    assert_state(driver, plain)
-    x, target = tokens()
-    torch.testing.assert_close(driver.run(2, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
+    both = tied(cluster)
+    other = {name: torch.randn_like(tensor) for name, tensor in both.plain.state_dict().items()}
+    both.driver.load_state_dict(other)
+    both.plain.load_state_dict(other)
+    both.same_state()
+    both.run(2, *tokens())
 
 
 def test_train_and_eval_reach_the_stages(cluster):
@@ -181,31 +156,28 @@ def test_train_and_eval_reach_the_stages(cluster):
 
 
 def test_without_gradients_only_the_loss_is_computed(cluster):
-    plain, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, cluster)
+    both = tied(cluster)
     x, target = tokens()
     with torch.no_grad():
-        loss = driver.run(3, x, target)
-    torch.testing.assert_close(loss, cross_entropy(plain(x), target), rtol=1e-12, atol=0)
-    assert all(gradient is None for gradient in driver.gradients().values())
+        loss = both.driver.run(3, x, target)
+    torch.testing.assert_close(loss, cross_entropy(both.plain(x), target), rtol=1e-12, atol=0)
+    assert all(gradient is None for gradient in both.driver.gradients().values())
+
+
+def spread(output, target):
+    """A loss that no weights can put together from parts."""
+    return (output - target).std() + (output.mean() ** 2)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_one_loss_over_the_whole_mini_batch(cluster, chunks):
-    """A loss that no weights can put together from parts."""
-
-    def spread(output, target):
-        return (output - target).std() + (output.mean() ** 2)
-
-    model = Chain(3)
-    plain = copy.deepcopy(model)
-    driver = PipelineDriverFillDrain(pipeline(model, spread), cluster, single_loss=True)
+    both = Beside(cluster, Chain(3), spread, PipelineDriverFillDrain, single_loss=True)
     x, target = torch.randn(8, 8), torch.randn(8, 8)
-    for _ in range(2):
-        assert_loss(driver.run(chunks, x, target), spread(plain(x), target), rtol=1e-12, atol=0)
-        assert_gradients(driver, plain)
+    both.step(chunks, x, target)
+    both.step(chunks, x, target)
     with torch.no_grad():
-        torch.testing.assert_close(driver.run(chunks, x, target), spread(plain(x), target), rtol=1e-12, atol=0)
+        expected = spread(both.plain(x), target)
+        torch.testing.assert_close(both.driver.run(chunks, x, target), expected, rtol=1e-12, atol=0)
 
 
 class Penalized(TwoLayers):
@@ -224,47 +196,32 @@ def test_one_loss_of_a_term_without_rows(threads, chunks):
     def penalized(output, target):
         return F.mse_loss(output[0], target) + 0.1 * output[1]
 
-    model = Penalized()
-    plain = copy.deepcopy(model)
-    driver = PipelineDriverFillDrain(pipeline(model, penalized), threads, single_loss=True)
-    x, target = torch.randn(8, 4), torch.randn(8, 4)
-    assert_loss(driver.run(chunks, x, target), penalized(plain(x), target), rtol=1e-12, atol=0)
-    assert_gradients(driver, plain)
+    both = Beside(threads, Penalized(), penalized, PipelineDriverFillDrain, single_loss=True)
+    both.step(chunks, torch.randn(8, 4), torch.randn(8, 4))
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "looped_bfs", "list", "zb_v", "v_half", "v_min", "dualpipe_v"])
 def test_any_schedule_by_name(cluster, schedule):
-    plain, pipe = tied()
-    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=2 if "v" in schedule else 4)
-    x, target = tokens()
-    torch.testing.assert_close(driver.run(4, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
-    assert_gradients(driver, plain)
+    tied(cluster, schedule=schedule, world_size=2 if "v" in schedule else 4).step(4, *tokens())
 
 
 def test_steps_can_be_dispatched_ahead(cluster):
-    plain, pipe = tied()
-    driver = PipelineDriver1F1B(pipe, cluster)
+    both = tied(cluster)
     batches = [tokens() for _ in range(4)]
-    running = [driver.run_async(2, x, target) for x, target in batches]
+    running = [both.driver.run_async(2, x, target) for x, target in batches]
     for step, (x, target) in zip(running, batches):
-        torch.testing.assert_close(step.result(), plain_step(plain, x, target), rtol=1e-12, atol=0)
-    assert_gradients(driver, plain)
+        assert_loss(step.result(), cross_entropy(both.plain(x), target), rtol=1e-12, atol=0)
+    both.same_gradients()
 
 
 def test_several_drivers_and_changing_chunks(cluster):
-    drivers = []
-    for stages in (2, 3, 4):
-        model = Chain(stages)
-        drivers.append((copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), cluster)))
+    drivers = [Beside(cluster, Chain(stages)) for stages in (2, 3, 4)]
     for chunks in (5, 1, 7, 5):
-        for plain, driver in drivers:
-            x, target = torch.randn(7, 8), torch.randn(7, 8)
-            plain.zero_grad()
-            driver.zero_grad()
-            assert_loss(driver.run(chunks, x, target), F.mse_loss(plain(x), target), rtol=1e-12, atol=0)
-            assert_gradients(driver, plain)
-    for _, driver in drivers:
-        driver.close()
+        for both in drivers:
+            both.zero_grad()
+            both.step(chunks, torch.randn(7, 8), torch.randn(7, 8))
+    for both in drivers:
+        both.driver.close()
 
 
 WRONG = {
@@ -285,9 +242,7 @@ def test_what_is_wrong_is_refused_before_anything_is_sent(cluster, words):
 
 
 def test_stages_can_be_put_on_chosen_workers(cluster):
-    plain = Chain(2)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), nn.MSELoss()), cluster, all_ranks=[3, 1])
+    both = Beside(cluster, Chain(2), all_ranks=[3, 1])
     before = list(cluster.session.counts)
-    x, target = torch.randn(4, 8), torch.randn(4, 8)
-    torch.testing.assert_close(driver.run(2, x, target), F.mse_loss(plain(x), target), rtol=1e-12, atol=0)
+    both.run(2, torch.randn(4, 8), torch.randn(4, 8))
     assert [after - was > 0 for after, was in zip(cluster.session.counts, before)] == [False, True, False, True]

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B, PipeTracer, PippyError, pipeline
-from tests.drivers.keyed_run import numbers_of_training
-from tests.drivers.models import Chain
+from tests.drivers.models import Chain, numbers_of_training
 
 options = json.loads(os.environ.get("OPTIONS", "{}"))
 driver_options = json.loads(os.environ.get("DRIVER_OPTIONS", "{}"))

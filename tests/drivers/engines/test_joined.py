@@ -24,8 +24,7 @@ from tests.drivers.engines.contract import info_is_logged, keep
 from tests.drivers.interrupted_everywhere import descriptors
 from tests.drivers.joining_shells import Shells
 from tests.drivers.model.recovery.runs import Run
-from tests.drivers.processes import close_open_cluster, until, within
-from tests.drivers.strangers import attack, half_open
+from tests.drivers.processes import attack, close_open_cluster, half_open, until, within
 from tests.training.models import assert_same
 from tests.training.models import run as run_training
 

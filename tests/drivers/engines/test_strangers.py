@@ -6,8 +6,17 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from pippy.drivers.wire.messages.sockets import hang_up_on_strangers
-from tests.drivers.processes import listening, unprobed, within
-from tests.drivers.strangers import HTTP, attack, come_by_the_thousand, half_open, ports_of, say
+from tests.drivers.processes import (
+    HTTP,
+    attack,
+    come_by_the_thousand,
+    half_open,
+    listening,
+    ports_of,
+    say,
+    unprobed,
+    within,
+)
 from tests.drivers.torchrun_jobs import ROOT, started, tell
 
 SCRIPT = str(ROOT / "tests/drivers/strangers_script.py")

@@ -13,7 +13,7 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.cluster import current_cluster
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.open_cluster import cluster
-from tests.drivers.keyed_run import numbers_of_training
+from tests.drivers.models import numbers_of_training
 from tests.drivers.processes import listening, watched
 from tests.drivers.thread_cluster import thread_cluster
 from tests.drivers.torchrun_jobs import ROOT, ready, started

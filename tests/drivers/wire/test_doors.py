@@ -17,8 +17,7 @@ from pippy.drivers.engines.torchrun import meeting, torchrun_worker
 from pippy.drivers.engines.torchrun.ranks import RankBoard
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
-from tests.drivers.processes import listening, open_descriptors, within
-from tests.drivers.strangers import attack, half_open
+from tests.drivers.processes import attack, half_open, listening, open_descriptors, within
 
 GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 

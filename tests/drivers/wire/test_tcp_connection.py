@@ -18,8 +18,8 @@ from pippy.drivers.wire.packet import LAYOUTS
 from pippy.drivers.wire.received_values import ReceivedValues
 from pippy.drivers.wire.tcp_connection import TcpConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.processes import within
+from tests.drivers.scarce import let_nothing_in
 
 
 @pytest.fixture

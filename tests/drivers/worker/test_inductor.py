@@ -15,7 +15,7 @@ from pippy.drivers.worker.compiled.pieces import CalledBackend, Inductor, PieceC
 from pippy.drivers.worker.compiled.stage_graphs import StageGraphs
 from pippy.ir.halves import adding_up
 from pippy.ir.run.stage_backward import stage_backward
-from tests.drivers.test_driver import assert_bits
+from tests.comparisons import assert_bits
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,11 @@ from pippy.drivers.worker import out_of_order as policy
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.ir.base.trees import map_tensors
+from tests.comparisons import assert_bits
 from tests.drivers.failing_model import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE, Training, slow_until_told
 from tests.drivers.models import Chain
 from tests.drivers.processes import within
-from tests.drivers.test_driver import assert_bits, build
+from tests.drivers.test_driver import build
 from tests.drivers.test_failures import Tied, loss_fn
 from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import exhibits
