@@ -1,6 +1,7 @@
 """What the regression tests share: small models, and a check against the plain model."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +48,15 @@ def check(model: nn.Module, *inputs: Any, steps: int = 2, **options: Any) -> Pip
 X = torch.randn(6, 4, dtype=torch.float64)
 
 
-class TwoLayers(Base):
-    def forward(self, x):
+def second(function: Callable[[Any, torch.Tensor], Any], base: type[Base] = Base) -> type[Base]:
+    """A class of models whose first stage is a layer, and whose second stage is ``function(self, x)``."""
+
+    def forward(self: Base, x: torch.Tensor) -> Any:
         x = self.a(x)
         pipe_split()
-        return self.b(x)
+        return function(self, x)
+
+    return type("Second", (base,), {"forward": forward, "__module__": function.__module__})  # the file of the model
+
+
+TwoLayers = second(lambda self, x: self.b(x))
