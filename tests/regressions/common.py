@@ -14,7 +14,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
+from tests.comparisons import assert_same_step
 
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
 
@@ -35,13 +35,7 @@ def check(model: nn.Module, *inputs: Any, steps: int = 2, **options: Any) -> Pip
     pipe = pipeline(model, half_square, **options)
     target = torch.randn(6, 4)
     for seed in range(steps):
-        torch.manual_seed(seed)
-        expected = half_square(plain(*inputs), target)
-        expected.backward()
-        torch.manual_seed(seed)
-        assert_same(pipe(*inputs, target), expected.detach(), "loss")
-        assert_same_gradients(pipe, plain)
-        assert_same_state(pipe, plain)
+        assert_same_step(pipe, plain, half_square, inputs, target, seed)
     return pipe
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy
 import pytest
@@ -30,7 +31,7 @@ from tests.regressions.common import Base, TwoLayers, X, check, half_square, sec
 from tests.zoo import AsksForTypes
 
 rng_of_the_file = numpy.random.default_rng(0)
-rngs_of_the_file = {"a": 1, "b": [numpy.random.default_rng(0)]}
+rngs_of_the_file: dict[str, Any] = {"a": 1, "b": [numpy.random.default_rng(0)]}
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

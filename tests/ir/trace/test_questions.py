@@ -11,16 +11,13 @@ from torch import nn
 
 from pippy import PipeTracer, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
 from pippy.ir.base.errors import InputError, StageError, TracingError
+from tests.ir.linear import OneLinear
 
 asks = isinstance
 SENTINEL = object()
 
 
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class Asks(OneLinear):
     def forward(self, x, flag=True):
         x = self.lin(x)
         pipe_split()
@@ -101,12 +98,8 @@ def test_questions_that_are_answered_as_for_a_tensor(model):
     assert torch.equal(pipeline(model, concrete_args={"flag": True})(x), model(x))
 
 
-class Sized(nn.Module):
+class Sized(OneLinear):
     """What is asked is a number, which has no `mask` either, but that is not known."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
 
     def forward(self, x):
         pipe_split()
