@@ -29,7 +29,7 @@ class Routes:
     a, b on node1: shared memory
     c on node2
     between these lines: TCP
-    >>> print(Routes.of_host("ab", "node1", True, ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
+    >>> print(Routes.of_host("ab", "node1", ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
     a, b on node1: shared memory
     from a to b: memory of a's GPU, which b maps
     from b to a: shared memory of the host, not of a GPU: no peer access
@@ -45,11 +45,9 @@ class Routes:
     machines: tuple[str, ...] = ()
 
     @staticmethod
-    def of_host(names: Sequence[str], host: str, shares_memory: bool, devices: tuple[str, ...] = ()) -> "Routes":
-        """Those of workers of one host, all of which share memory, or none."""
-        workers = range(len(names))
-        groups = [tuple(workers)] if shares_memory else [(worker,) for worker in workers]
-        return Routes(tuple(names), (host,) * len(names), tuple(groups), only_rpc=not shares_memory, devices=devices)
+    def of_host(names: Sequence[str], host: str, devices: tuple[str, ...] = ()) -> "Routes":
+        """Those of workers of one host, all of which share memory."""
+        return Routes(tuple(names), (host,) * len(names), (tuple(range(len(names))),), devices=devices)
 
     @property
     def has_devices(self) -> bool:
@@ -63,7 +61,7 @@ class Routes:
     def without(self, workers: Collection[int]) -> "Routes":
         """These routes without those from and to some workers.
 
-        >>> print(Routes.of_host("abc", "node1", True).without([1]))
+        >>> print(Routes.of_host("abc", "node1").without([1]))
         a, c on node1: shared memory
         """
         groups = (tuple(each for each in group if each not in workers) for group in self.groups)
@@ -92,7 +90,7 @@ class Routes:
     def far(self) -> str:
         """How values go between two groups. Where a port cannot be reached they go by RPC, too.
 
-        >>> Routes.of_host("ab", "node1", shares_memory=False).far
+        >>> Routes(("a", "b"), ("node1", "node1"), ((0,), (1,)), only_rpc=True).far
         'RPC'
         """
         return "RPC" if self.only_rpc else "TCP"

@@ -20,13 +20,10 @@ from tests.drivers.failing_model import (
     ASLEEP,
     BUSY,
     CHUNKS,
-    CUT,
     ENDLESS,
     FORWARD,
     ROWS,
-    SILENCE,
     SLOW,
-    UNREADABLE,
     Training,
     no_orders,
     orders,
@@ -34,6 +31,7 @@ from tests.drivers.failing_model import (
     slow_until_told,
 )
 from tests.drivers.processes import hearing_of_deaths, interrupted, open_descriptors, stop, within
+from tests.drivers.torchrun_jobs import ROOT, started
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded", "alone")
 
@@ -260,31 +258,15 @@ def test_a_time_limit_that_is_none(cluster, limit):
 # Workers that send each other values by RPC: what is lost on the way is an error, soon, and never a wait without an end.
 
 
-def test_what_is_lost_between_two_workers(alone):
-    with local_cluster(2, threads=1, timeout=20.0, transport="rpc") as cluster:
-        training = Training(cluster)
-        training.step()
-        with (
-            within(2.0),
-            pytest.raises(StepError, match=r"getitem_3 of micro-batch 1, from worker 0, could not be read: ValueError"),
-        ):
-            training.fail(UNREADABLE)
-        training.check()
-        lost = r"is lost: worker 'worker\d' (could not send it a value: the connection broke|found the connection)"
-        with within(4.0), pytest.raises(WorkerLostError, match=lost):
-            training.fail(CUT)
-        with pytest.raises(
-            ClusterError, match=r"no other process can take its place: .* connected by RPC.*; open another"
-        ):
-            training.driver.recover()
-    # A worker finds it after timeout + 2 s, and only a worker that stalls for seconds after 4 × timeout, as the kernel does.
-    with local_cluster(2, threads=1, timeout=3.0, transport="rpc") as cluster:
-        cluster.session.timeout = 20.0  # one of the workers finds it first
-        training = Training(cluster)
-        training.step()
-        late = r"is lost: worker 'worker\d' (could not send it a value: it has not taken up .* within 5 s|found the connection)"
-        with within(7.0), pytest.raises(WorkerLostError, match=late):
-            training.fail(SILENCE)
+@pytest.mark.parametrize("how, timeout", [("cut", "20"), ("silent", "3")])
+def test_what_is_lost_between_two_workers(how, timeout):
+    """A worker finds a silence after timeout + 2 s; only one that stalls for seconds after 4 × timeout, as the kernel does."""
+    script = str(ROOT / "tests/drivers/rpc_script.py")
+    with started(
+        "-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-per-node", "3", script, how, timeout
+    ) as job:
+        lines, errors = job.communicate(timeout=120)
+        assert lines.splitlines()[-1:] == ["lost"], errors
 
 
 class Watched:

@@ -278,7 +278,7 @@ def opened(engine: HubEngine[Any], timeout: float, start_timeout: float) -> Clus
     try:
         session = start(engine, timeout, start_timeout)
         cluster = Cluster(engine.launch.names, session, engine, engine.places.device_type)
-        return note_opened_cluster(cluster, by_rpc=False)
+        return note_opened_cluster(cluster)
     except BaseException as error:
         engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
         raise

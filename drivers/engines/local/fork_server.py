@@ -27,7 +27,6 @@ import importlib
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -35,7 +34,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pippy.drivers.base.host_errors import HostError, in_words, no_descriptor
 from pippy.drivers.base.process import exit_at_once, open_standard_streams
@@ -50,19 +49,17 @@ class LaunchConfig:
 
     Attributes:
         worker: the dotted name of the class that the workers run.
-        transport: how workers pass tensors: "shared_memory", "rpc" or "none".
-        directory: a private one, where the processes find one another if they use RPC.
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
-        sockets: the file descriptors of a worker's sockets to the controller, if it has any: for messages, and for urgent ones.
+        sockets: the file descriptors of a worker's sockets to the controller: for messages, and for urgent ones.
         timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
         log_level: from which level on records of the workers are sent to the controller.
         start: which start of a worker it is: 1, and one more whenever another process takes its place.
 
-    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711).rpc_name(0)
-    'worker0'
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cuda:0", "cuda:1"), 1, None, 4711).near(0)
+    [1]
     """
 
     worker: str
@@ -70,8 +67,6 @@ class LaunchConfig:
     devices: tuple[str, ...]
     threads: int
     cores: tuple[int, ...] | None
-    transport: str
-    directory: str
     controller: int
     dies_with_thread: bool = False
     sockets: tuple[int, ...] = ()
@@ -80,30 +75,14 @@ class LaunchConfig:
     log_level: int = 30
     start: int = 0
 
-    def rpc_name(self, index: int) -> str:
-        """The name that a worker has for RPC."""
-        return f"worker{index}"
-
     def near(self, index: int) -> list[int]:
         """The other workers that compute on devices, if values may stay on them on their way from a worker."""
-        if self.transport != "shared_memory":
-            return []
         return [worker for worker in on_devices(self.devices) if worker != index]
-
-    @property
-    def uses_rpc(self) -> bool:
-        """Whether messages and values travel by RPC; else by sockets that the controller and the fork server make."""
-        return self.transport == "rpc"
-
-    @property
-    def meeting(self) -> str:
-        """The address of the store at which the processes find each other."""
-        return f"file://{self.directory}/store"
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets, if it has any, come beside this.
+    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets come beside this.
 
     >>> Fork(1, start=1)
     Fork(index=1, start=1)
@@ -273,41 +252,25 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
     import torch
 
     from pippy.drivers.wire.gpu.device_transport import for_device
-    from pippy.drivers.wire.messages.worker_messages import MessageQueue
+    from pippy.drivers.wire.messages.worker_messages import MessageQueue, UrgentConnection, WorkerMessageConnection
+    from pippy.drivers.wire.worker_transport import WorkerTransport
     from pippy.drivers.worker.worker_context import WorkerContext
 
     torch.set_num_threads(config.threads)
     device, messages = config.devices[index], MessageQueue()
-    transport, copies = for_device(device, make_transport(config, index, messages), config.near(index))
+    ours, urgent = (socket.socket(fileno=each) for each in config.sockets)
+    carrier = WorkerTransport(
+        index,
+        pinned=device != "cpu",
+        controller=WorkerMessageConnection(ours, messages).connection,
+        patience=config.patience,
+    )
+    transport, copies = for_device(device, carrier, config.near(index))
     place = index, config.names, messages, transport, device, config.threads
     running = worker(WorkerContext(*place, copies=copies, log_level=config.log_level))
-    if config.uses_rpc:
-        from pippy.drivers.wire.messages import rpc
-
-        rpc.serve(rpc.Served(messages, running.urgent, transport.deliver))
-        report(controller, Ready(index, os.getpid(), config.start))
-        rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, "uv", "lo")
-    else:
-        from pippy.drivers.wire.messages.worker_messages import UrgentConnection
-
-        UrgentConnection(socket.socket(fileno=config.sockets[1]), running.urgent).start()
-        report(controller, Ready(index, os.getpid(), config.start))
+    UrgentConnection(urgent, running.urgent).start()
+    report(controller, Ready(index, os.getpid(), config.start))
     running.run()
-
-
-def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
-    """The transport of this worker to the others and, but for RPC, to the controller, from host to host."""
-    if config.uses_rpc:
-        from pippy.drivers.wire.messages.rpc import transport_by_rpc
-
-        everybody = range(len(config.names))
-        return transport_by_rpc(index, config.rpc_name, CONTROLLER, config.timeout, far=everybody)[0]
-    from pippy.drivers.wire.messages.worker_messages import WorkerMessageConnection
-    from pippy.drivers.wire.worker_transport import WorkerTransport
-
-    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[0]), messages).connection
-    pinned = config.devices[index] != "cpu"
-    return WorkerTransport(index, pinned=pinned, controller=controller, patience=config.patience)
 
 
 # torch, and what the first command and the first backward would import in each worker.
@@ -385,13 +348,11 @@ class ForkServer:
                     self._fork_worker(request, descriptors)
 
     def end(self) -> None:
-        """Kill the workers, and delete the directory."""
+        """Kill the workers."""
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
-        if self.config.directory:
-            shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _reap(self) -> None:
         for pid, (index, start) in list(self.children.items()):
@@ -414,7 +375,7 @@ class ForkServer:
         """Fork a worker. If that fails, all others go on."""
         index, name = request.index, f"worker {self.config.names[request.index]!r}"
         try:
-            if len(descriptors) < 2 and not self.config.uses_rpc:
+            if len(descriptors) < 2:
                 raise no_descriptor(f"the sockets of {name}")
             with in_words(name):
                 pid = os.fork()

@@ -8,12 +8,10 @@ import errno
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,18 +20,16 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch.distributed import FileStore
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.host_errors import host_error, in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process import open_standard_streams
 from pippy.drivers.engines.arguments import check_choice, checked_names, device_name, polling_time
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster, opening
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.local.fork_server import (
     BOOT,
-    CONTROLLER,
     Died,
     End,
     Failed,
@@ -45,9 +41,7 @@ from pippy.drivers.engines.local.fork_server import (
 )
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address, Messages
-from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections, ControllerMessages
-from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
@@ -66,7 +60,6 @@ class LocalEngine:
 
     def __init__(self, config: LaunchConfig, timeout: float) -> None:
         self.owner = os.getpid()
-        self.joined = False
         self.config, self.timeout = config, timeout
         self.pids: dict[int, int] = {}
         self.starts = [0] * len(config.names)  # which start of each worker counts
@@ -75,11 +68,7 @@ class LocalEngine:
         self._reading = threading.Lock()
         self._killed_for_memory = killed_for_memory()
         self.connections = ControllerConnections()
-        with ExitStack() as undo:
-            if config.directory:
-                undo.callback(shutil.rmtree, config.directory, ignore_errors=True)
-            self.socket, self.fork_server = self._fork_server()
-            undo.pop_all()
+        self.socket, self.fork_server = self._fork_server()
 
     def _fork_server(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         """Start a fork server. Returns the socket to it, and its process."""
@@ -106,13 +95,9 @@ class LocalEngine:
     recovery_advice = RECOVERY_ADVICE
 
     def start(self, timeout: float) -> list[Address]:
-        """Start the workers, wait for them, and join them."""
-        deadline = time.monotonic() + timeout
-        self._place(range(len(self.config.names)), deadline)
+        """Start the workers, and wait for them."""
+        self._place(range(len(self.config.names)), timeout)
         self._running = True
-        if self.config.uses_rpc:
-            self._join(deadline, timeout)
-            shutil.rmtree(self.config.directory, ignore_errors=True)
         return [self._address(index) for index in range(len(self.config.names))]
 
     def _address(self, index: int) -> Address:
@@ -123,8 +108,6 @@ class LocalEngine:
         """Why a worker cannot be replaced; None if it can."""
         if os.getpid() != self.owner or self.socket.fileno() == -1:
             return "the processes of this cluster were ended; open another"
-        if self.config.uses_rpc:
-            return "its workers are connected by RPC, which none can join later; open another, if you can without RPC"
         return None
 
     def replace(self, workers: Iterable[int]) -> dict[int, Address]:
@@ -136,10 +119,11 @@ class LocalEngine:
         if self.fixed is not None:
             raise ClusterError(self.fixed)
         with in_words("other workers"):
-            return self._place(workers, time.monotonic() + self.timeout)
+            return self._place(workers, self.timeout)
 
-    def _place(self, workers: Iterable[int], deadline: float) -> dict[int, Address]:
+    def _place(self, workers: Iterable[int], within: float) -> dict[int, Address]:
         """Have some workers forked, in the places of those that may be there, and wait for them. Gives where they are."""
+        deadline = time.monotonic() + within
         ends: dict[int, list[socket.socket]] = {}
         with ExitStack() as undo, self._reading:
             if self.fork_server.poll() is not None:
@@ -151,11 +135,10 @@ class LocalEngine:
                 with uninterrupted():
                     ends[index] = self._ask_for(index, undo)
             while not ends.keys() <= self.pids.keys():
-                self._await(deadline, self.timeout)
+                self._await(deadline, within)
             with uninterrupted():
                 for index, sockets in ends.items():
-                    if sockets:
-                        self.connections.replace(index, *sockets)
+                    self.connections.replace(index, *sockets)
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
@@ -178,7 +161,7 @@ class LocalEngine:
     def _ask_for(self, index: int, undo: ExitStack) -> list[socket.socket]:
         """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
         self._forget(index)
-        pairs = [] if self.config.uses_rpc else [_pair(undo), _pair(undo)]
+        pairs = [_pair(undo), _pair(undo)]
         self._ask(Fork(index, self.starts[index]), *(its.fileno() for _, its in pairs))
         for _, its in pairs:
             its.close()
@@ -191,12 +174,12 @@ class LocalEngine:
     @property
     def routes(self) -> Routes:
         """How values go between the workers."""
-        return Routes.of_host(self.config.names, socket.gethostname(), not self.config.uses_rpc, self.config.devices)
+        return Routes.of_host(self.config.names, socket.gethostname(), self.config.devices)
 
     @property
     def messages(self) -> Messages:
         """What carries messages to the workers."""
-        return ControllerMessages(self._rpc_names) if self.config.uses_rpc else self.connections
+        return self.connections
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
@@ -220,25 +203,15 @@ class LocalEngine:
         return b""
 
     def close(self, lost: str | None = None) -> None:
-        """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""
+        """End every process. In a process that was forked from the controller it does nothing."""
         if os.getpid() != self.owner or self.socket.fileno() == -1:
             return
-        try:
-            if self.joined:
-                rpc.leave()
-        finally:
-            with uninterrupted():  # it is over soon, and what is closed by half is never closed
-                with contextlib.suppress(OSError):  # it has ended
-                    self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
-                self.socket.close()
-                self.connections.close()
-                self._end()
-                if self.config.directory:
-                    shutil.rmtree(self.config.directory, ignore_errors=True)
-
-    @property
-    def _rpc_names(self) -> list[str]:
-        return [self.config.rpc_name(index) for index in range(len(self.config.names))]
+        with uninterrupted():  # it is over soon, and what is closed by half is never closed
+            with contextlib.suppress(OSError):  # it has ended
+                self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
+            self.socket.close()
+            self.connections.close()
+            self._end()
 
     def _end(self) -> None:
         """Close the socket, at which the fork server ends its workers and itself. If it does not, kill all of them."""
@@ -249,16 +222,14 @@ class LocalEngine:
                 os.killpg(self.fork_server.pid, signal.SIGKILL)
             self.fork_server.wait()
 
-    def _await(self, deadline: float, timeout: float, *others: int) -> None:
-        """Take in one report, or return when one of the other file descriptors is readable."""
-        readable = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
-        if not readable:
+    def _await(self, deadline: float, timeout: float) -> None:
+        """Take in one report."""
+        if not select.select([self.socket.fileno()], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise ClusterError(
                 f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
                 f"give cluster() a larger start_timeout, or fewer workers"
             )
-        if self.socket.fileno() in readable:
-            self._take(self._packet())
+        self._take(self._packet())
 
     def _take(self, packet: bytes) -> None:
         report = pickle.loads(packet) if packet else None
@@ -290,32 +261,6 @@ class LocalEngine:
         out_of_memory = killed_for_memory() > self._killed_for_memory
         return ended if status is None else f"{ended} ({Died(0, status, out_of_memory=out_of_memory).how})"
 
-    def _join(self, deadline: float, timeout: float) -> None:
-        """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
-        outcome: list[BaseException | None] = []
-        done = PollableEvent()
-
-        def join() -> None:
-            try:
-                rpc.serve_nothing()
-                rpc.join(CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, "uv", "lo")
-                self.joined = True
-                store = FileStore(f"{self.config.directory}/store", len(self.config.names) + 1)
-                rpc.close_ports(CONTROLLER, self._rpc_names, store, timeout, self.config.timeout)
-                outcome.append(None)
-            except BaseException as error:
-                outcome.append(error)
-            done.set()
-
-        thread = threading.Thread(target=join, daemon=True)
-        thread.start()
-        while not outcome:
-            self._await(deadline, timeout, done.fileno())
-        thread.join()
-        done.close()
-        if outcome[0] is not None:
-            raise ClusterError(f"the controller could not join its workers: {outcome[0]}") from outcome[0]
-
 
 def _directory() -> str | None:
     """Where the workers start: in this process's directory (None), or, as torch starts in none that was deleted, at the root.
@@ -341,7 +286,6 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 WORKER = "pippy.drivers.worker.worker:Worker"
 DEFAULT_DEVICE = "cpu"  # of workers; the tests' option --device names another
-TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
 @placing_words()
@@ -354,7 +298,7 @@ def local_cluster(
     pin: bool = False,
     names: Sequence[str] | None = None,
     timeout: float = 5.0,
-    transport: Literal["shared_memory", "rpc", "none"] | None = None,
+    transport: Literal["shared_memory"] | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
     _worker: str = WORKER,
@@ -374,7 +318,7 @@ def local_cluster(
         names: the names of the workers in messages.
         timeout: a worker that does not answer for so many seconds is lost. So is one whose stage holds Python's lock for
             so long, which only a C extension does.
-        transport: how workers pass tensors to one another: through memory that both see, if this host can, or by RPC.
+        transport: how workers pass tensors to one another: "shared_memory" is the only way here.
         start_timeout: how many seconds the workers may take to start.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps; waking it takes longer
             than polling. Default: 1 ms if every worker has cores of its own, else 0.
@@ -388,12 +332,12 @@ def local_cluster(
     names = checked_names(n, names, threads, devices, device, timeout=timeout, start_timeout=start_timeout)
     device_names = tuple(map(device_name, devices if devices is not None else [device or DEFAULT_DEVICE] * n))
     threads = threads or (1 if pin else max(1, len(cores) // n))
-    check_choice("transport", transport, (None, *TRANSPORTS))
+    _check_transport(transport)
     _check_is_only_process(n)
     check_none_open()
     note_local_cluster()
-    chosen = _chosen_transport(transport)
-    with opening(by_rpc=chosen == "rpc"), in_words(f"{n} workers"):
+    _check_shares_memory()
+    with in_words(f"{n} workers"):
         if pin:
             _warn_of_shared_cores(names, cores)
         config = LaunchConfig(
@@ -402,8 +346,6 @@ def local_cluster(
             devices=device_names,
             threads=threads,
             cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-            transport=chosen,
-            directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
             controller=os.getpid(),
             timeout=timeout,
             patience=polling_time(patience, crowded=n * threads > len(cores)),
@@ -418,11 +360,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         with uninterrupted():  # or processes would run that nobody knows of
             engine = LocalEngine(config, start_timeout)
         session = start(engine, timeout, start_timeout)
-        if config.uses_rpc:
-            rpc.take_reports(session.report_lost)
-        return note_opened_cluster(
-            Cluster(config.names, session, engine, torch.device(config.devices[0]).type), config.uses_rpc
-        )
+        return note_opened_cluster(Cluster(config.names, session, engine, torch.device(config.devices[0]).type))
     except BaseException:
         if engine is not None:
             engine.close()
@@ -450,28 +388,29 @@ def _check_is_only_process(n: int) -> None:
         )
 
 
-def _chosen_transport(transport: str | None) -> str:
-    """The transport of this name, or the best one for this host: where processes cannot share memory, warn of RPC."""
-    if transport in ("rpc", "none"):
-        return transport
+def _check_transport(transport: str | None) -> None:
+    """Raise for a way that is not one between processes of a host."""
+    if transport == "rpc":
+        raise ClusterError(
+            'transport="rpc" is for workers that torchrun has started, and this call starts workers on this host, which pass '
+            "values through memory that both see; leave out transport, or start the script with torchrun"
+        )
+    check_choice("transport", transport, (None, "shared_memory"))
+
+
+def _check_shares_memory() -> None:
+    """Raise where processes of this host cannot share memory."""
     try:
         with uninterrupted():
             os.close(os.memfd_create("pippy"))
-        return "shared_memory"
     except (OSError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise host_error(error, "memory that workers share") from error
-        why = f"this host cannot share memory between processes ({error})"
-    if transport == "shared_memory":
         raise ClusterError(
-            f'transport="shared_memory" is not available: {why}; leave transport out, and the workers use TCP on '
-            "the loopback interface"
-        )
-    warn(
-        f"{why}; the workers use TCP on the loopback interface instead, which is slower, and which every account of this host "
-        f"can reach while they start"
-    )
-    return "rpc"
+            f"this host cannot share memory between processes, because memfd_create does not work here ({error}); allow "
+            "memfd_create in the container's seccomp profile, or write cluster(n, join=True): workers that join pass values "
+            "by TCP here"
+        ) from error
 
 
 def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:

@@ -21,14 +21,14 @@ def by_threads():
     return Cluster(engine.names, start(engine, 5.0, 60.0), engine)
 
 
-def by_processes(**options):
-    return local_cluster(2, names=["a", "b"], threads=1, _worker="tests.drivers.scripted_worker:Worker", **options)
+def by_processes():
+    return local_cluster(2, names=["a", "b"], threads=1, _worker="tests.drivers.scripted_worker:Worker")
 
 
 @pytest.mark.parametrize(
     "engine",
-    [by_threads, by_processes, lambda: by_processes(transport="rpc")],
-    ids=["threads", "processes", "processes by rpc"],
+    [by_threads, by_processes],
+    ids=["threads", "processes"],
 )
 def test_an_engine_keeps_the_contract(engine):
     with info_is_logged():
@@ -45,7 +45,6 @@ from unittest.mock import patch
 from pippy import cluster
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
-from tests.drivers.thread_cluster import ThreadEngine
 
 with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
     workers = cluster(names=["a", "b"], **OPTIONS)

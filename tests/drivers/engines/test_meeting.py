@@ -15,13 +15,13 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import meeting, ranks
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
 from pippy.drivers.engines.torchrun.ranks import RankInfo
-from pippy.drivers.engines.torchrun.torchrun import TorchrunEngine
+from pippy.drivers.engines.torchrun.torchrun import ControllerMessages, TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections, ControllerMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.messages.handed_sockets import close_all, two_pairs
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import pickle_message
