@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from pippy.ir.base.errors import GuardError, PippyError, SliceError
 from pippy.ir.base.interrupts import heard
-from pippy.ir.base.names import LOSS
+from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.compile import compile_traced
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.cut.uses import copied_parameters, held_tensors, mark_alike, marks
@@ -114,10 +113,10 @@ def _copies(compiled: Compiled) -> set[frozenset[tuple[str, str]]]:
 
 def _held(name: str, other: Compiled, compiled: Compiled, tensors: Mapping[int, Place]) -> dict[int, Place]:
     """Where the stage with this name has what that of the other graph uses. Raises if it lacks a tensor."""
-    stage, own = compiled.stage(name), dict(_named_tensors(compiled.stage(name)))
+    stage, own = compiled.stage(name), dict(named_state(compiled.stage(name)))
     held = {id(each): (name, path) for path, each in own.items()}
     held |= {id(module): (name, path) for path, module in stage.named_modules() if path}
-    for path, tensor in _named_tensors(other.stage(name)):
+    for path, tensor in named_state(other.stage(name)):
         if id(tensor) in held:
             continue
         if id(tensor) not in tensors:
@@ -127,10 +126,6 @@ def _held(name: str, other: Compiled, compiled: Compiled, tensors: Mapping[int, 
             )
         held[id(tensor)] = tensors[id(tensor)]
     return held
-
-
-def _named_tensors(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
 
 
 def _cut_alike(pipe: Pipe, traced: Traced, error: type[PippyError], do: str, what: str, remedy: str) -> Pipe:

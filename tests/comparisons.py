@@ -71,6 +71,19 @@ def assert_same_state(pipe: Pipe, plain: nn.Module) -> None:
             assert_same(pipe.split_gm.get_buffer(place), buffer, f"buffer {name} at {place}")
 
 
+def assert_same_step(
+    pipe: Pipe, plain: nn.Module, loss_fn: Any, inputs: tuple[Any, ...], target: Any, seed: int = 1, **named: Any
+) -> None:
+    """A step of a Pipe is that of the plain model: the loss, the gradients and the state, whose numbers add up."""
+    torch.manual_seed(seed)
+    expected = loss_fn(plain(*inputs, **named), target)
+    expected.backward()
+    torch.manual_seed(seed)
+    assert_same(pipe(*inputs, target, **named), expected.detach(), "loss")
+    assert_same_gradients(pipe, plain)
+    assert_same_state(pipe, plain)
+
+
 def twin(model: nn.Module) -> nn.Module:
     """A copy to run without a pipeline."""
     return copy.deepcopy(model)

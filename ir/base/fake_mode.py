@@ -95,6 +95,14 @@ class FakeMode(FakeTensorMode):
         return map_tensors(self.from_tensor, result)
 
 
+def stand_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the mode, without data, that stands for this one: of its shape, strides, dtype and device."""
+    if isinstance(tensor, FakeTensor) or tensor.is_inference():  # of another mode, or unusable by autograd
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
 def zeros_for(leaf: Any) -> Any:
     """Zeros for a fake tensor, with its strides. On the CPU, where those go that are on no device, nothing is allocated."""
     if not isinstance(leaf, FakeTensor):

@@ -8,13 +8,13 @@ Whole numbers, flags and amounts are checked in every layer alike. The error say
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from types import FunctionType
 from typing import Any, TypeGuard, TypeVar
 
 from pippy.ir.base.errors import InputError, PippyError
-from pippy.ir.base.readable import brief, near_names, some
+from pippy.ir.base.readable import near_names, some
 from pippy.ir.base.trees import describe
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -146,37 +146,6 @@ def _told(function: Any, label: str, usage: str, more: Iterable[str] = ()) -> An
         return function(*args, **kwargs)
 
     return call
-
-
-def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All faults of the arguments of a call, where Python names only the first; empty if it finds another kind of fault.
-
-    >>> misfits(inspect.signature(lambda x, mask, *, scale: 0), (1,), {"masks": 2, "scales": 3})
-    "missing required arguments: 'mask', 'scale'; got unexpected keyword arguments 'masks', 'scales'"
-    """
-    parameters = list(signature.parameters.values())
-    kinds = {each.kind for each in parameters}
-    by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    passed = {each.name for each in by_position[: len(args)]} | {*kwargs}
-    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters if each.default is each.empty and each.kind not in stars]
-    unknown = [] if stars[1] in kinds else [name for name in kwargs if name not in named]
-    twice = [each.name for each in by_position[: len(args)] if each.name in kwargs]
-    return "; ".join(
-        [
-            *_listed("missing a required argument: {}", "missing required arguments: {}", required, passed),
-            *_listed("got an unexpected keyword argument {}", "got unexpected keyword arguments {}", unknown),
-            *_listed("multiple values for argument {}", "multiple values for arguments {}", twice),
-            *["too many positional arguments"] * (len(args) > len(by_position) and stars[0] not in kinds),
-        ]
-    )
-
-
-def _listed(one: str, several: str, names: Sequence[str], without: Set[str] = frozenset()) -> Iterator[str]:
-    left = [brief(name) for name in names if name not in without]
-    if left:
-        yield (one if len(left) == 1 else several).format(", ".join(some(left)))
 
 
 def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:

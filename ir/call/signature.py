@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.base.errors import GuardError, InputError
-from pippy.ir.base.public_calls import hints, misfits
+from pippy.ir.base.public_calls import hints
 from pippy.ir.base.readable import some
 from pippy.ir.base.trees import describe
 from pippy.ir.call.guards import Guards
@@ -71,7 +71,7 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         arguments = [describe(value) for value in args] + [
             f"{name}={describe(value)}" for name, value in kwargs.items()
         ]
-        what = misfits(signature, args, kwargs) or str(error)
+        what = str(error)
         unknown = [name for name in kwargs if name not in signature.parameters]
         hinted = hints(unknown, [*signature.parameters, *([pipe.target_name] if pipe.target_name else [])])
         what += f" ({hinted})" * bool(hinted)

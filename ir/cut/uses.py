@@ -253,11 +253,7 @@ def held_tensors(
     """
     places: dict[int, tuple[str, str]] = {}
     for index, (_, module) in enumerate(cut.stages()):
-        named = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
-        for local, tensor in named.items():
+        for local, tensor in named_state(module):
             user_name = cut.remap_qualname(f"submod_{index}.{local}")
             there = holders(compiled, user_name)
             if stages[index] in there:

@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.fake_mode import FakeMode
+from pippy.ir.base.fake_mode import FakeMode, stand_in
 from pippy.ir.base.node_notes import FAKE_VALUE, copy_notes
 from pippy.ir.base.trees import nbytes
 from pippy.ir.run.random_state import draw_key, drawing_with, seed_draws
@@ -197,11 +197,7 @@ class FakeInputs:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for this one."""
-        if isinstance(tensor, FakeTensor):
-            with self.mode:
-                like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            return like.requires_grad_(tensor.requires_grad)
-        return self.mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(tensor.requires_grad)
+        return stand_in(self.mode, tensor).requires_grad_(tensor.requires_grad)
 
 
 def joint_graph(

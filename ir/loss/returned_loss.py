@@ -26,10 +26,9 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.base.errors import LossError
-from pippy.ir.base.names import stage_index
 from pippy.ir.base.readable import brief
 from pippy.ir.loss.loss_function import LossWrapper
-from pippy.ir.record.compiled import Compiled, Loss
+from pippy.ir.record.compiled import Compiled, Loss, maker_of
 from pippy.ir.run.stage_backward import SEED
 
 LossSpec = bool | str | int | Sequence[Any] | Mapping[str, Any] | None
@@ -172,7 +171,7 @@ def _field_flags(names: list[Any], spec: Any) -> list[Any]:
 
 def _fields(compiled: Compiled, value: fx.Node) -> dict[str, Any]:
     """The fields of a value and what they hold, if a stage makes it by a call of its class; else none."""
-    maker = _maker(compiled, value)
+    maker = maker_of(compiled, value)
     if maker is None or not isinstance(maker.target, type):
         return {}
     if dataclasses.is_dataclass(maker.target):
@@ -184,15 +183,6 @@ def _fields(compiled: Compiled, value: fx.Node) -> dict[str, Any]:
     bound = inspect.signature(maker.target).bind_partial(*maker.args, **maker.kwargs)
     bound.apply_defaults()
     return {name: bound.arguments.get(name, ...) for name in names}  # a class may fill a field itself
-
-
-def _maker(compiled: Compiled, value: fx.Node) -> fx.Node | None:
-    """The node inside a stage that makes a value of the top-level graph."""
-    call, index = (value, None) if value.op == "call_module" else value.args
-    if not isinstance(call, fx.Node) or stage_index(str(call.target)) is None:
-        return None
-    made: Any = compiled.stage_outputs(str(call.target))
-    return made[index] if index is not None else made
 
 
 def _shape(output: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.errors import NameLookupError, SharedParameterError
-from pippy.ir.base.names import LOSS, Qualnames, named_state, stage_name
+from pippy.ir.base.names import LOSS, Qualnames, named_state, stage_index, stage_name
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import map_instances
@@ -264,6 +264,15 @@ def output_items(call: fx.Node) -> dict[int, fx.Node]:
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node is a `getitem`."""
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def maker_of(compiled: Compiled, value: fx.Node) -> fx.Node | None:
+    """The node inside a stage that makes a value of the top-level graph; None if no stage makes it."""
+    call: Any = value.args[0] if is_getitem(value) else value
+    if call.op != "call_module" or stage_index(str(call.target)) is None:
+        return None
+    made = compiled.stage_outputs(str(call.target))
+    return made[value.args[1]] if is_getitem(value) else made
 
 
 def in_backward_pass(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 # Of the file of a line that `check_fixed` names. It is looked for behind quotes only: long code has few of them.
-_FOLDERS = re.compile(r"(?<=['\"])[^'\"\n]*[/\\](?=[^'\"/\\]+:\d+, in \w+['\"][,)])")
+_FOLDERS = re.compile(r"(?<=['\"])[^'\"\n]*[/\\](?=[^'\"/\\]+:\d+, in [\w<>]+['\"][,)])")
 _OURS = (*OF_STAGES, draw_key, seed_draws, stage_backward)  # graphs call these
 
 

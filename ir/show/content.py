@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.base.names import LOSS, stage_index, user_name
+from pippy.ir.base.names import LOSS, user_name
 from pippy.ir.base.readable import bytes_text, count_text, shortened, text_table
 from pippy.ir.base.trees import nbytes
-from pippy.ir.record.compiled import Compiled, is_getitem
+from pippy.ir.record.compiled import Compiled, is_getitem, maker_of
 from pippy.ir.run.functions import own_copy
 from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.show.shapes import Amount, Shape, Shapes, add_amounts, propagate
@@ -121,23 +121,14 @@ def _kind(compiled: Compiled, node: fx.Node, source: fx.Node) -> tuple[str, str]
         return "loss", ""
     if node.name == compiled.target_name:
         return "target", ""
-    maker = _maker(compiled, node, source)
+    maker: Any = maker_of(compiled, node)
+    if maker is not None and maker.target is own_copy:
+        maker = maker.args[0]
     if maker is None or maker.op != "get_attr":
         return "value", ""
     local = f"{source.target}.{maker.target}"
     held = dict(compiled.split_gm.named_parameters(remove_duplicate=False)).get(local)
     return "parameter" if isinstance(held, nn.Parameter) else "buffer", compiled.remap_qualname(local)
-
-
-def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The node inside a stage that makes a value; for a copy of a tensor of the model, the node of the tensor."""
-    if stage_index(str(source.target)) is None or source.op != "call_module":
-        return None
-    outputs: Any = compiled.stage_outputs(str(source.target))
-    maker = outputs[node.args[1]] if is_getitem(node) else outputs
-    if maker.target is own_copy and maker.args[0].op == "get_attr":
-        return maker.args[0]
-    return maker
 
 
 def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[ParameterCopies]:

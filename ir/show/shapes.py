@@ -8,14 +8,15 @@ unknown, and so are the nodes that depend on it; all others are known.
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pippy.ir.base.fake_mode import FakeMode
+from pippy.ir.base.fake_mode import FakeMode, stand_in
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, leaves, map_tensors, nbytes
@@ -148,7 +149,7 @@ class _Propagation:
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            value = map_tensors(self._fake, self.inputs[node.name])
+            value = map_tensors(partial(stand_in, self.mode), self.inputs[node.name])
         elif node.op == "call_module":
             value = self._call(node)
         else:
@@ -157,12 +158,6 @@ class _Propagation:
         if node.name in self.compiled.wiring.values:
             self.shapes.values[node.name] = measure(value)
         return value
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor) or tensor.is_inference():  # of another mode, or unusable by autograd
-            with self.mode:
-                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _call(self, node: fx.Node) -> Any:
         name, args = str(node.target), map_nodes(self.values.__getitem__, node.args)

@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.fake_mode import FakeResults
-from pippy.ir.base.public_calls import misfits
 from pippy.ir.base.readable import brief, did_you_mean, some
 from pippy.ir.base.trees import describe, tensors
 from pippy.ir.call.signature import target_name
@@ -85,14 +84,16 @@ class Example:
         if self.target is None or self.target in self.kwargs:
             return self.args, kwargs
         if not self.args:
-            also = misfits(signature, (), kwargs)
-            raise self._refusal(signature, f"missing the loss's {self.target!r}" + f"; {also}" * bool(also))
+            raise self._refusal(signature, f"missing the loss's {self.target!r}")
         return self.args[:-1], kwargs
 
-    def unfit(self, signature: inspect.Signature, error: TypeError, constants: Mapping[str, Any]) -> InputError:
-        """The error for arguments that forward cannot be called with, with all that is wrong with them."""
+    def bound(self, signature: inspect.Signature, constants: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The arguments of the model by their names, with constants. Raises if forward cannot be called with them."""
         args, kwargs = self.of_model(signature)
-        return self._refusal(signature, misfits(signature, args, {**kwargs, **constants}) or str(error))
+        try:
+            return signature.bind(*args, **kwargs, **constants)
+        except TypeError as error:
+            raise self._refusal(signature, str(error)) from None
 
     def _refusal(self, signature: inspect.Signature, what: str) -> InputError:
         shown = [describe(value) for value in self.args]
@@ -177,10 +178,7 @@ def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Exampl
     again = [name for name in concrete if name in kwargs]
     if again:
         raise TracingError(f"{', '.join(again)}: given by both concrete_args and example_kwargs; leave one of them out")
-    try:
-        bound = signature.bind(*args, **kwargs, **concrete)
-    except TypeError as error:
-        raise example.unfit(signature, error, concrete) from None
+    bound = example.bound(signature, concrete)
     parameters: list[inspect.Parameter] = []
     values: dict[str, Any] = {}
     for name, each in signature.parameters.items():

@@ -354,12 +354,7 @@ def check_example(model: ExportedModel, guards: Guards, example: Example | None)
     """Refuse an example that the program was not exported for."""
     if example is None:
         return
-    signature = signature_of(model)
-    args, kwargs = example.of_model(signature)
-    try:
-        arguments = signature.bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise example.unfit(signature, error, {}) from None
+    arguments = example.bound(signature_of(model), {}).arguments
     for fault in guards.other_kinds(arguments):
         raise InputError(fault)
     guards.check(arguments)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -58,12 +58,11 @@ class _NotAlikeError(Exception):
     """Two arguments differ in more than constants."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A graph, and the value of each name in it."""
+class Recorded(Protocol):
+    """What has a graph, and the value of each name in it."""
 
     graph: fx.Graph
-    attributes: Mapping[str, Any]
+    attributes: dict[str, Any]
 
 
 def first_difference(

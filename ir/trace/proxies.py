@@ -330,8 +330,8 @@ class RecordingAttribute(UnknownProxy, fx.proxy.Attribute):
 _set_class = object.__dict__["__class__"].__set__
 
 
-def suit_value(proxy: fx.Proxy) -> None:
-    """Give a plain proxy the class for what is known of its value."""
+def suited(proxy: Any) -> Any:
+    """A proxy that was made, with the class for what is known of its value if it is a plain one."""
     if type(proxy) is RecordingProxy:
         value = value_of(proxy)
         if value is UNKNOWN:
@@ -340,6 +340,7 @@ def suit_value(proxy: fx.Proxy) -> None:
             _set_class(proxy, SequenceProxy)
         elif isinstance(value, Mapping):
             _set_class(proxy, MappingProxy)
+    return proxy
 
 
 def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:

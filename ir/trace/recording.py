@@ -56,7 +56,7 @@ from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.functions import AutogradFunction, ScriptedFunction, check_all_true
 from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.left_as_it_was import numpys_generators
-from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
+from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suited, with_in_place_operators
 from pippy.ir.trace.questions import answer_in, answering_classes, check_not_asked_for_mode, refusing_to_say_what_runs
 from pippy.ir.trace.tracer import tracing_transformers
 from pippy.ir.trace.tracing_thread import (
@@ -65,6 +65,7 @@ from pippy.ir.trace.tracing_thread import (
     patched_here,
     refused,
     replaced,
+    then,
     watching_c_calls,
 )
 from pippy.ir.trace.values import value_of
@@ -149,15 +150,8 @@ def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
     def proxy(node: fx.Node) -> fx.Proxy:
         return RecordingProxy(node, tracer) if plain else with_in_place_operators(make(node))
 
-    create_proxy = tracer.create_proxy
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        created = create_proxy(*args, **kwargs)
-        suit_value(created)
-        return created
-
     try:
-        with replaced(tracer, "proxy", proxy), replaced(tracer, "create_proxy", create):
+        with replaced(tracer, "proxy", proxy), then(tracer, "create_proxy", suited):
             yield
     finally:
         made_in_forward(tracer).clear()

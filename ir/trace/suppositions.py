@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import EllipsisType, FunctionType
 from typing import Any
 
@@ -27,7 +28,7 @@ from pippy.ir.base.operations import is_in_place, name_of
 from pippy.ir.base.trees import UNKNOWN
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import CHECKS, check_same
-from pippy.ir.trace.tracing_thread import replaced
+from pippy.ir.trace.tracing_thread import then
 from pippy.ir.trace.values import Values, fix_value
 
 SINGLE = (bool, str, torch.dtype, torch.layout, torch.memory_format, type, Enum, FunctionType, EllipsisType)
@@ -83,21 +84,17 @@ def supposed_attribute(proxy: fx.Proxy, name: str) -> Any:
 @contextmanager
 def supposing(tracer: fx.Tracer, supposition: Supposition, values: Values) -> Iterator[Asked]:
     """A context in which ``tracer`` gives what is supposed."""
-    asked, create_proxy = Asked(supposition), tracer.create_proxy
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        created = create_proxy(*args, **kwargs)
-        return _instead(created, asked, values) if issubclass(type(created), fx.Proxy) else created
-
-    tracer.__dict__["_asked"] = asked
+    asked = tracer.__dict__["_asked"] = Asked(supposition)
     try:
-        with replaced(tracer, "create_proxy", create):
+        with then(tracer, "create_proxy", partial(_instead, asked, values)):
             yield asked
     finally:
         del tracer.__dict__["_asked"]
 
 
-def _instead(proxy: Any, asked: Asked, values: Values) -> Any:
+def _instead(asked: Asked, values: Values, proxy: Any) -> Any:
+    if not issubclass(type(proxy), fx.Proxy):
+        return proxy
     node, supposition = proxy.node, asked.supposition
     asked.proxies[node] = proxy
     if is_of_pippy(node) or node.op in ("get_attr", "output"):

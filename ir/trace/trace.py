@@ -454,11 +454,7 @@ def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]
         without = _retrace(traced, tracer, call_of(traced.model, concrete))
     except PippyError:
         return True
-    return first_difference(_recorded_in(traced), without, frozenset(names), constants=True) is not None
-
-
-def _recorded_in(traced: Traced) -> Recorded:
-    return Recorded(traced.graph, traced.attributes)
+    return first_difference(traced, without, frozenset(names), constants=True) is not None
 
 
 def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
@@ -466,7 +462,7 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
     with restoring_attributes(traced.model, silent=True) as before:
         recorded = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole)
         finish_assigned(recorded.graph)
-        return Recorded(recorded.graph, recorded.attributes)
+        return recorded
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, read: list[nn.Module]) -> None:
@@ -486,7 +482,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, read: l
         except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
             traced.modes.refused[mode] = f"  {error}"
             continue
-        difference = first_difference(_recorded_in(traced), other)
+        difference = first_difference(traced, other)
         if difference is not None:  # in more than constants
             traced.modes.refused[mode] = source.excerpt_of(difference)
             traced.differing |= paths_that_differ(traced.graph, other.graph)

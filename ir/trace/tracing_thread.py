@@ -157,6 +157,14 @@ def replaced(tracer: fx.Tracer, name: str, function: Callable[..., Any]) -> Iter
         attributes.update(before)
 
 
+@contextmanager
+def then(tracer: fx.Tracer, name: str, follow: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which the tracer's method ``name`` gives what ``follow`` makes of its result."""
+    method = getattr(tracer, name)
+    with replaced(tracer, name, lambda *args, **kwargs: follow(method(*args, **kwargs))):
+        yield
+
+
 _Error = TypeVar("_Error", bound=Exception)
 _seen: ContextVar[list[Exception] | None] = ContextVar("refusals", default=None)
 

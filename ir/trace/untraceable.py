@@ -36,7 +36,7 @@ from pippy.ir.run.batch_norm import DeferredBatchNorm
 from pippy.ir.trace.arguments import Example, signature_of
 from pippy.ir.trace.changed_memory import assigned_in, check_fitting
 from pippy.ir.trace.left_as_it_was import Attributes, torch_as_it_is
-from pippy.ir.trace.tracing_thread import forgiving, replaced
+from pippy.ir.trace.tracing_thread import forgiving, then
 from pippy.ir.trace.trials import trials_of
 from pippy.ir.trace.values import value_of
 
@@ -207,14 +207,12 @@ class KeptWhole:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which `call` can take back what was traced."""
-        create_node = self.tracer.create_node
 
-        def create(*args: Any, **kwargs: Any) -> fx.Node:
-            node = create_node(*args, **kwargs)
+        def note(node: fx.Node) -> fx.Node:
             self._nodes.append(node)
             return node
 
-        with replaced(self.tracer, "create_node", create):
+        with then(self.tracer, "create_node", note):
             yield
 
     def call(self, module: nn.Module, follow: Callable[[], Any], args: Any, kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ from pippy.ir.record.compiled import map_nodes
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trace.left_as_it_was import lookup_attribute, restoring_attributes
-from pippy.ir.trace.tracing_thread import not_tracing, refused, replaced
+from pippy.ir.trace.tracing_thread import not_tracing, refused, then
 
 # These are others on a stage than in the plain model, or have no meaning for fake tensors.
 _UNKNOWN_OF_TENSORS = frozenset(
@@ -333,17 +333,15 @@ def knowing_values(
     if not values.are_known:
         yield values
         return
-    create_proxy = tracer.create_proxy
 
-    def create(*args: Any, **kwargs: Any) -> Any:
-        created = create_proxy(*args, **kwargs)
+    def find(created: Any) -> Any:
         if issubclass(type(created), fx.Proxy):
             values.of(created.node)  # now: an operation after it may change a value in place
         return created
 
     tracer.__dict__["_values"] = values
     try:
-        with replaced(tracer, "create_proxy", create):
+        with then(tracer, "create_proxy", find):
             yield values
     finally:
         del tracer.__dict__["_values"]

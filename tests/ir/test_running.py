@@ -17,6 +17,7 @@ from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors, with_children
 from pippy.ir.run.stage_backward import add_gradients, stage_backward
 from pippy.ir.run.stage_run import as_leaf, run_stage
+from tests.ir.linear import OneLinear
 from tests.zoo import ExampleCode, Pair, Result, UsedThrice
 
 
@@ -155,11 +156,7 @@ def test_containers_that_torch_takes_for_one_leaf(value):
     assert list(tensors(value)) == [torch.ones(1)]
 
 
-class Breaks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class Breaks(OneLinear):
     def forward(self, x):
         x = self.lin(x)
         pipe_split()
@@ -310,11 +307,7 @@ def saved_and_loaded(pipe):
 
 
 def test_from_sequential_takes_what_cannot_be_traced():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
+    class Branches(OneLinear):
         def forward(self, x):
             return self.lin(x) if x.sum() > 0 else -x
 

@@ -1,6 +1,7 @@
 """What the regression tests share: small models, and a check against the plain model."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
+from tests.comparisons import assert_same_step
 
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
 
@@ -34,21 +35,22 @@ def check(model: nn.Module, *inputs: Any, steps: int = 2, **options: Any) -> Pip
     pipe = pipeline(model, half_square, **options)
     target = torch.randn(6, 4)
     for seed in range(steps):
-        torch.manual_seed(seed)
-        expected = half_square(plain(*inputs), target)
-        expected.backward()
-        torch.manual_seed(seed)
-        assert_same(pipe(*inputs, target), expected.detach(), "loss")
-        assert_same_gradients(pipe, plain)
-        assert_same_state(pipe, plain)
+        assert_same_step(pipe, plain, half_square, inputs, target, seed)
     return pipe
 
 
 X = torch.randn(6, 4, dtype=torch.float64)
 
 
-class TwoLayers(Base):
-    def forward(self, x):
+def second(function: Callable[[Any, torch.Tensor], Any], base: type[Base] = Base) -> type[Base]:
+    """A class of models whose first stage is a layer, and whose second stage is ``function(self, x)``."""
+
+    def forward(self: Base, x: torch.Tensor) -> Any:
         x = self.a(x)
         pipe_split()
-        return self.b(x)
+        return function(self, x)
+
+    return type("Second", (base,), {"forward": forward, "__module__": function.__module__})  # the file of the model
+
+
+TwoLayers = second(lambda self, x: self.b(x))

@@ -14,7 +14,6 @@ from torch import nn
 from pippy import (
     LossWrapper,
     Pipe,
-    annotate_split_points,
     pipe_split,
     pipeline,
 )
@@ -24,7 +23,7 @@ from pippy.ir.base.errors import (
     StageError,
     TracingError,
 )
-from tests.comparisons import assert_same, assert_same_gradients
+from tests.comparisons import assert_same, assert_same_gradients, assert_same_step
 from tests.regressions.common import Base, TwoLayers, X, check, half_square
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -77,17 +76,6 @@ def test_an_optional_input_that_is_only_passed_on():
     check(OptionalMask(), X)
     mask, model = torch.randn(6, 6), OptionalMask()
     assert_same(pipeline(model)(X, mask=mask), model(X, mask), "with a mask")
-
-
-class Scaled(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def test_a_sequential_with_a_forward_of_its_own():
-    """from_sequential called its children in turn, whatever its forward did."""
-    with pytest.raises(TracingError, match="call pipeline"):
-        Pipe.from_sequential(Scaled(nn.Linear(4, 4), nn.ReLU()))
 
 
 class TwoConsumers(Base):
@@ -172,29 +160,11 @@ def test_a_loss_that_is_no_tensor(result):
         pipeline(TwoLayers(), lambda output, target: result)(X, X)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: annotate_split_points(model, ["a"]),  # type: ignore[arg-type]
-        lambda model: pipeline(model, tracer=3),  # type: ignore[arg-type]
-        lambda model: pipeline(model, concrete_args=[1]),  # type: ignore[arg-type]
-    ],
-)
-def test_arguments_of_a_wrong_kind(call):
-    """They came back as an AttributeError from inside."""
-    with pytest.raises(PippyError):
-        call(TwoLayers())
-
-
 def test_children_that_begin_in_place():
     """A child of a Sequential changed the leaf that it was given."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), nn.ReLU(inplace=True))
     plain, target = copy.deepcopy(model), torch.randn(6, 4)
-    pipe = Pipe.from_sequential(model, half_square)
-    loss = half_square(plain(X), target)
-    loss.backward()
-    assert_same(pipe(X, target), loss.detach(), "loss")
-    assert_same_gradients(pipe, plain)
+    assert_same_step(Pipe.from_sequential(model, half_square), plain, half_square, (X,), target)
 
 
 class Output(collections.OrderedDict):

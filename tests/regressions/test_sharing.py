@@ -21,16 +21,12 @@ from pippy.ir.base.errors import (
 )
 from pippy.ir.pipe import compiled_of
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
-from tests.regressions.common import REPLICATE, TRANSMIT, Base, TwoLayers, X, check, half_square
+from tests.regressions.common import REPLICATE, TRANSMIT, Base, TwoLayers, X, check, half_square, second
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 
-class Tied(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return F.linear(self.b(x), self.a.weight)
+Tied = second(lambda self, x: F.linear(self.b(x), self.a.weight))
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)

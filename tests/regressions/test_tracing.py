@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy
 import pytest
@@ -26,11 +27,11 @@ from pippy.ir.base.errors import (
     TracingError,
 )
 from tests.comparisons import assert_same, assert_same_state
-from tests.regressions.common import Base, TwoLayers, X, check, half_square
+from tests.regressions.common import Base, TwoLayers, X, check, half_square, second
 from tests.zoo import AsksForTypes
 
 rng_of_the_file = numpy.random.default_rng(0)
-rngs_of_the_file = {"a": 1, "b": [numpy.random.default_rng(0)]}
+rngs_of_the_file: dict[str, Any] = {"a": 1, "b": [numpy.random.default_rng(0)]}
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -154,11 +155,7 @@ def test_operations_that_take_nothing_traced():
     check(Untraced(), X)
 
 
-class DrawsInPython(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) if random.random() < 2 else x
+DrawsInPython = second(lambda self, x: self.b(x) if random.random() < 2 else x)
 
 
 class DrawsOfItsOwn(Base):
@@ -172,18 +169,8 @@ class DrawsOfItsOwn(Base):
         return self.b(x) * self.rng[0].gauss(0, 1)
 
 
-class DrawsInNumpy(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * numpy.random.normal()
-
-
-class DrawsByImportedName(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * numpy_rand()
+DrawsInNumpy = second(lambda self, x: self.b(x) * numpy.random.normal())
+DrawsByImportedName = second(lambda self, x: self.b(x) * numpy_rand())
 
 
 class DrawsFromGenerator(Base):
@@ -240,25 +227,9 @@ class DrawsOfItsOwnInAList(DrawsFromNested):
         return self.b(x) * self.all["mine"][0].choice([1.0, 2.0])
 
 
-class DrawsFromGlobalList(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * rngs_of_the_file["b"][0].normal()
-
-
-class DrawsFromGlobalGenerator(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * rng_of_the_file.normal()
-
-
-class SeedsAGenerator(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * numpy.random.default_rng().normal()
+DrawsFromGlobalList = second(lambda self, x: self.b(x) * rngs_of_the_file["b"][0].normal())
+DrawsFromGlobalGenerator = second(lambda self, x: self.b(x) * rng_of_the_file.normal())
+SeedsAGenerator = second(lambda self, x: self.b(x) * numpy.random.default_rng().normal())
 
 
 class Seeds(Base):
@@ -272,10 +243,10 @@ class Seeds(Base):
 @pytest.mark.parametrize(
     ("model", "where"),
     [
-        (DrawsInPython, "Python's random(.|\n)*return self.b.x. if random.random"),
+        (DrawsInPython, "Python's random(.|\n)*: self.b.x. if random.random"),
         (DrawsOfItsOwn, "Python's random(.|\n)*return self.b.x. . self.rng.0..gauss"),
-        (DrawsInNumpy, "numpy's(.|\n)*return self.b.x. . numpy.random.normal"),
-        (DrawsByImportedName, "numpy's(.|\n)*return self.b.x. . numpy_rand"),
+        (DrawsInNumpy, "numpy's(.|\n)*: self.b.x. . numpy.random.normal"),
+        (DrawsByImportedName, "numpy's(.|\n)*: self.b.x. . numpy_rand"),
         (DrawsFromGenerator, "numpy's"),
         (DrawsFromGlobalGenerator, "numpy's"),
         (DrawsFromNested, "numpy's"),
@@ -414,11 +385,7 @@ class MakesParameter(Base):
         return self.b(x)
 
 
-class NeedsFloat(Base):
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x) * float(x.sum())
+NeedsFloat = second(lambda self, x: self.b(x) * float(x.sum()))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ def test_the_pipe_shares_the_models_parameters_and_only_further_copies_are_new()
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("transmit", "multi_use_param_spec is 'transmit'; give MultiUseParameterConfig.TRANSMIT"),
         ({"mm_param": "replicate"}, "multi_use_param_spec['mm_param'] is 'replicate'"),
         ({"mm_parm": REPLICATE}, "no parameter named 'mm_parm'; did you mean 'mm_param'"),
         ({"zzz": REPLICATE}, "it has 'mm_param', 'mm_param2', 'lin.weight'"),

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, pipe_split, pipeline
+from tests.ir.linear import OneLinear
 from tests.zoo import ExampleCode
 
 
@@ -43,11 +44,7 @@ class Pair:
     count: int
 
 
-class Structured(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class Structured(OneLinear):
     def forward(self, x, extra):
         pair = Pair(self.lin(x), x.size(0))
         top = torch.topk(x, 2)

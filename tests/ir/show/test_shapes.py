@@ -15,6 +15,7 @@ from pippy.ir.base.trees import describe, tensors
 from pippy.ir.call.signature import bind
 from pippy.ir.reference import _Reference
 from pippy.ir.show.shapes import Amount, propagate
+from tests.ir.linear import OneLinear
 from tests.ir.show.shown import Convolutions, ExampleCode, Guessing, Language, Structured
 from tests.zoo import WAYS, exhibits
 
@@ -221,11 +222,7 @@ def test_a_loss_that_needs_numbers_is_unknown():
     assert shapes.unknown[0].stage == "_loss"
 
 
-class NoGrad(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class NoGrad(OneLinear):
     def forward(self, x):
         with torch.no_grad():
             y = torch.nonzero(x)

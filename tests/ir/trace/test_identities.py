@@ -12,6 +12,7 @@ from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.base.errors import InputError, PippyError, TracingError
 from pippy.ir.trace.tracing_thread import CallWatch
 from tests.comparisons import twin
+from tests.ir.linear import TwoLinear
 
 X = torch.randn(6, 4, dtype=torch.float64)
 
@@ -130,11 +131,7 @@ def test_without_an_example_it_is_refused_with_the_line_and_what_to_do(name):
     pipeline(asking(QUESTIONS[name])(), example_args=(X,))  # the advice
 
 
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Attends(TwoLinear):
     def forward(self, query, key):
         h = self.first(query)
         pipe_split()
@@ -155,11 +152,7 @@ def test_inputs_that_are_one_object(with_example):
         pipe(X, other)
 
 
-class Asserts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Asserts(TwoLinear):
     def forward(self, x):
         assert (x < 100).all(), f"{x.shape} has more, the sum is {x.sum()}"
         assert not x.isnan().any() and (x > -100).all()

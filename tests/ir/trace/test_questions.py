@@ -11,20 +11,22 @@ from torch import nn
 
 from pippy import PipeTracer, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
 from pippy.ir.base.errors import InputError, StageError, TracingError
+from tests.ir.linear import OneLinear
 
 asks = isinstance
 SENTINEL = object()
 
 
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class Asks(OneLinear):
     def forward(self, x, flag=True):
         x = self.lin(x)
         pipe_split()
         return self.answer(x, flag)
+
+
+def asking(answer):
+    """A class of models whose second stage ends in ``answer(self, x, flag)``."""
+    return type("Asking", (Asks,), {"answer": answer})
 
 
 class HasAttribute(Asks):
@@ -32,19 +34,9 @@ class HasAttribute(Asks):
         return x * 2 if hasattr(x, "mask") or getattr(x, "keys", None) is not None else x * 3
 
 
-class HasShape(Asks):
-    def answer(self, x, flag):
-        return x * 2 if hasattr(x, "shape") and not hasattr(x, "keys") else x * 3
-
-
-class AliasOfIsinstance(Asks):
-    def answer(self, x, flag):
-        return x * 2 if asks(x, torch.Tensor) else x * 3
-
-
-class IsinstanceByAttribute(Asks):
-    def answer(self, x, flag):
-        return x * 2 if builtins.isinstance(x, torch.Tensor) else x * 3
+HasShape = asking(lambda self, x, flag: x * 2 if hasattr(x, "shape") and not hasattr(x, "keys") else x * 3)
+AliasOfIsinstance = asking(lambda self, x, flag: x * 2 if asks(x, torch.Tensor) else x * 3)
+IsinstanceByAttribute = asking(lambda self, x, flag: x * 2 if builtins.isinstance(x, torch.Tensor) else x * 3)
 
 
 class IsinstanceOfParameter(Asks):
@@ -64,9 +56,7 @@ class MatchesClass(Asks):
         return x
 
 
-class AsksForClass(Asks):
-    def answer(self, x, flag):
-        return x * 2 if issubclass(x.__class__, torch.Tensor) else x * 3
+AsksForClass = asking(lambda self, x, flag: x * 2 if issubclass(x.__class__, torch.Tensor) else x * 3)
 
 
 @functools.singledispatch
@@ -79,9 +69,7 @@ def _(x: torch.Tensor):
     return x * 2
 
 
-class SingleDispatch(Asks):
-    def answer(self, x, flag):
-        return scaled(x)
+SingleDispatch = asking(lambda self, x, flag: scaled(x))
 
 
 class GradMode(Asks):
@@ -110,12 +98,8 @@ def test_questions_that_are_answered_as_for_a_tensor(model):
     assert torch.equal(pipeline(model, concrete_args={"flag": True})(x), model(x))
 
 
-class Sized(nn.Module):
+class Sized(OneLinear):
     """What is asked is a number, which has no `mask` either, but that is not known."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
 
     def forward(self, x):
         pipe_split()
@@ -130,24 +114,10 @@ def test_an_answer_for_a_tensor_is_checked_when_the_pipe_runs():
         pipeline(First(nn.ReLU(), Sized()))(torch.randn(2, 4))
 
 
-class Callable(Asks):
-    def answer(self, x, flag):
-        return x * 2 if callable(x) else x * 3
-
-
-class LooksUp(Asks):
-    def answer(self, x, flag):
-        return x * {torch.float32: 1.0}.get(x.dtype, 2.0)
-
-
-class RequiresGrad(Asks):
-    def answer(self, x, flag):
-        return x * 2 if x.requires_grad is False else x * 3
-
-
-class DtypeIs(Asks):
-    def answer(self, x, flag):
-        return x * 2 if x.dtype is torch.float32 else x * 3
+Callable = asking(lambda self, x, flag: x * 2 if callable(x) else x * 3)
+LooksUp = asking(lambda self, x, flag: x * {torch.float32: 1.0}.get(x.dtype, 2.0))
+RequiresGrad = asking(lambda self, x, flag: x * 2 if x.requires_grad is False else x * 3)
+DtypeIs = asking(lambda self, x, flag: x * 2 if x.dtype is torch.float32 else x * 3)
 
 
 class DtypeIsByName(Asks):
@@ -156,9 +126,7 @@ class DtypeIsByName(Asks):
         return x * 2 if torch.float32 is dtype else x * 3
 
 
-class GradIsNone(Asks):
-    def answer(self, x, flag):
-        return x * 2 if x.grad is None else x * 3
+GradIsNone = asking(lambda self, x, flag: x * 2 if x.grad is None else x * 3)
 
 
 class CatchesLen(Asks):
@@ -193,29 +161,11 @@ class CatchesLoop(Asks):
             return x
 
 
-class FlagIsTrue(Asks):
-    def answer(self, x, flag):
-        return x * 2 if flag is True else x * 3
-
-
-class FlagIsNotTrue(Asks):
-    def answer(self, x, flag):
-        return x * 2 if True is not flag else x * 3
-
-
-class FlagIsSentinel(Asks):
-    def answer(self, x, flag):
-        return x * 2 if flag is SENTINEL else x * 3
-
-
-class TypeIs(Asks):
-    def answer(self, x, flag):
-        return x * 2 if type(x) is torch.Tensor else x * 3
-
-
-class TypeInAClosure(Asks):
-    def answer(self, x, flag):
-        return (lambda: x * 2 if type(x) is torch.Tensor else x * 3)()
+FlagIsTrue = asking(lambda self, x, flag: x * 2 if flag is True else x * 3)
+FlagIsNotTrue = asking(lambda self, x, flag: x * 2 if True is not flag else x * 3)
+FlagIsSentinel = asking(lambda self, x, flag: x * 2 if flag is SENTINEL else x * 3)
+TypeIs = asking(lambda self, x, flag: x * 2 if type(x) is torch.Tensor else x * 3)
+TypeInAClosure = asking(lambda self, x, flag: (lambda: x * 2 if type(x) is torch.Tensor else x * 3)())
 
 
 class MatchesSequence(Asks):
@@ -244,14 +194,8 @@ class MatchesTrue(Asks):
         return x * 2
 
 
-class AsksForGradMode(Asks):
-    def answer(self, x, flag):
-        return x * 2 if torch.is_grad_enabled() else x * 3
-
-
-class AsksWhetherAgain(Asks):
-    def answer(self, x, flag):
-        return x * 2 if is_recomputing() else x * 3
+AsksForGradMode = asking(lambda self, x, flag: x * 2 if torch.is_grad_enabled() else x * 3)
+AsksWhetherAgain = asking(lambda self, x, flag: x * 2 if is_recomputing() else x * 3)
 
 
 REFUSED = [
@@ -358,9 +302,7 @@ def test_a_flag_is_known_by_its_default_and_another_value_is_refused_or_right(ki
         assert torch.equal(pipe(x, False), model(x, False))
 
 
-class AsksInTheLibrary(Asks):
-    def answer(self, x, flag):
-        return copy.deepcopy([x])[0] * 2
+AsksInTheLibrary = asking(lambda self, x, flag: copy.deepcopy([x])[0] * 2)
 
 
 def test_what_the_standard_library_asks_for_the_model_is_refused_too():
