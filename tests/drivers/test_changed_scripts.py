@@ -23,7 +23,7 @@ from pippy.ir.base.errors import ModeError
 from pippy.ir.base.names import named_state
 from pippy.ir.record.model_watch import ModelWatch
 from pippy.ir.trace.tracer import PipeTracer
-from tests.comparisons import update
+from tests.comparisons import Beside, update
 from tests.drivers.changed_scripts import (
     FOLLOWED,
     LOSSES,
@@ -113,13 +113,19 @@ def numbers(model):
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def assert_as_plain(found, change, model):
+def followed(cluster, change, refused=None, model=None, **options):
+    """The script with a driver, where the change has given the numbers of the plain loop."""
+    model = Net() if model is None else model
+    before = copy.deepcopy(model)
+    script = OnWorkers(cluster, change, model, refused, **options)
+    losses, state = trained(script, change, [], lambda: script.driver.state_dict())
     reset()
-    plain = plain_script(change, model)
-    losses, parameters = trained(plain, change, [], lambda: numbers(plain.model))
-    torch.testing.assert_close(found[0], losses, rtol=1e-10, atol=1e-12)
-    for name, expected in parameters.items() if "average" not in plain.model._modules else ():
-        torch.testing.assert_close(found[1][name], expected, rtol=1e-10, atol=1e-12)
+    plain = plain_script(change, before)
+    expected, parameters = trained(plain, change, [], lambda: numbers(plain.model))
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+    for name, parameter in parameters.items() if "average" not in plain.model._modules else ():
+        torch.testing.assert_close(state[name], parameter, rtol=1e-10, atol=1e-12)
+    return script
 
 
 @pytest.fixture(autouse=True)
@@ -132,23 +138,13 @@ def as_at_first():
 @pytest.mark.parametrize("change", FOLLOWED.values(), ids=FOLLOWED)
 def test_a_change_is_followed(threads, change):
     """Each but the modes of parts, what is frozen, and what nothing reads was ignored without a word."""
-    model = Net()
-    before = copy.deepcopy(model)
-    script = OnWorkers(threads, change, model, check=False)
-    found = trained(script, change, [], lambda: script.driver.state_dict())
-    assert not script.told
-    assert_as_plain(found, change, before)
+    assert not followed(threads, change, check=False).told
 
 
 @pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
 def test_a_change_that_cannot_be_followed_is_refused_and_the_advice_works(threads, refused):
     """Each was ignored without a word."""
-    model = Net()
-    before = copy.deepcopy(model)
-    script = OnWorkers(threads, refused.change, model, refused, check=False)
-    found = trained(script, refused.change, [], lambda: script.driver.state_dict())
-    assert script.told is not None
-    assert_as_plain(found, refused.change, before)
+    assert followed(threads, refused.change, refused, check=False).told is not None
 
 
 IN_PROCESSES = [
@@ -162,22 +158,15 @@ IN_PROCESSES = [
 
 @pytest.mark.parametrize("name", [*IN_PROCESSES, "attributes of parameters"])
 def test_a_change_is_followed_in_other_processes_and_checked_by_the_witness(cluster, name):
-    model = Net()
-    before = copy.deepcopy(model)
-    script = OnWorkers(cluster, FOLLOWED[name], model)
-    found = trained(script, FOLLOWED[name], [], lambda: script.driver.state_dict())
-    assert_as_plain(found, FOLLOWED[name], before)
+    followed(cluster, FOLLOWED[name])
 
 
 @pytest.mark.parametrize("name", ["an option of a layer", "a closure"])
 def test_graphs_of_stages_are_recorded_again(threads, name):
     model = Net()
     model.whole = nn.Tanh()  # what assigns attributes is not recorded
-    before = copy.deepcopy(model)
-    script = OnWorkers(threads, FOLLOWED[name], model, check=False, compile="graphs")
-    found = trained(script, FOLLOWED[name], [], lambda: script.driver.state_dict())
+    script = followed(threads, FOLLOWED[name], model=model, check=False, compile="graphs")
     assert script.driver.compiled["submod_0"].startswith("graphs for")
-    assert_as_plain(found, FOLLOWED[name], before)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -229,10 +218,7 @@ def test_globals_of_a_module_that_workers_import_are_refused_and_the_advice_work
         driver.run(3, x, target)
     reset()
     driver.close()
-    change, model = FOLLOWED["a keyword of a partial"], Net()
-    before = copy.deepcopy(model)
-    script = OnWorkers(cluster, change, model)
-    assert_as_plain(trained(script, change, [], lambda: script.driver.state_dict()), change, before)
+    followed(cluster, FOLLOWED["a keyword of a partial"])
 
 
 class Normed(nn.Module):
@@ -383,14 +369,8 @@ def test_what_a_script_defines_travels(cluster, name, schedule):
     middle, loss_fn = SCRIPT.ROWS[name]
     model, plain = SCRIPT.Net(middle()), SCRIPT.Net(middle())
     plain.load_state_dict(model.state_dict())
-    x, target = torch.randn(7, 4), torch.randn(7, 4)
-    loss = loss_fn(plain(x), target)
-    loss.backward()
-    driver = PipelineDriver(pipeline(model, loss_fn), cluster, schedule=schedule)
-    torch.testing.assert_close(driver.run(3, x, target), loss.detach(), rtol=1e-12, atol=0)
-    found = driver.gradients()
-    for each, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[each], parameter.grad, rtol=1e-10, atol=1e-12)
+    both = Beside(cluster, model, loss_fn, plain=plain, schedule=schedule)
+    both.step(3, torch.randn(7, 4), torch.randn(7, 4))
 
 
 def test_an_operator_of_a_library_is_refused_by_name(cluster):

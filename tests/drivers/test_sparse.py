@@ -85,7 +85,7 @@ class Twins(Beside):
         x = torch.randint(1, 12, (7, 5))
         self.run(chunks, x, torch.randn(self.plain(x).shape))
 
-    def same_gradients(self):
+    def same_gradients(self, **tolerance):
         for name, gradient in self.driver.gradients().items():
             expected = self.plain.get_parameter(name).grad
             assert (gradient is None) == (expected is None), name

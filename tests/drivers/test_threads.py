@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import ClusterError, StepError
+from tests.comparisons import update
 from tests.drivers.failing_model import FORWARD, SLOW, Training, slow_steps
 from tests.drivers.models import TwoLayers
 from tests.drivers.processes import interrupted, within
@@ -49,24 +50,20 @@ class Trained:
         torch.manual_seed(seed)
         self.model, self.x, self.target = Net(), torch.randn(6, 8), torch.randn(6, 8)
         plain = copy.deepcopy(self.model)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        self.expected = []
+        optimizer, self.expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
         for _ in range(STEPS):
-            optimizer.zero_grad()
             loss = F.mse_loss(plain(self.x), self.target)
             loss.backward()
-            optimizer.step()
+            update(optimizer)
             self.expected.append(loss.detach())
 
     def check(self, cluster=None):
         """Compile and train it."""
         driver = PipelineDriver1F1B(pipeline(self.model, nn.MSELoss()), cluster, world_size=2)
-        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-        found = []
+        optimizer, found = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), []
         for _ in range(STEPS):
-            optimizer.zero_grad()
             found.append(driver.run(3, self.x, self.target))
-            optimizer.step()
+            update(optimizer)
         torch.testing.assert_close(found, self.expected, rtol=1e-9, atol=0)
         driver.close()
 

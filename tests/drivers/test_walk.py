@@ -2,8 +2,6 @@
 
 import os
 import re
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,39 +10,11 @@ from torch import nn
 
 import pippy
 from pippy import PipelineDriver1F1B, local_cluster
-from pippy.drivers.worker import worker
 from tests.drivers.processes import close_open_cluster
+from tests.drivers.watched_worker import FOLDER, noting_calls
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/changing.md"
 MOST = 25  # stops each way
-ROOM = os.path.realpath(Path(worker.__file__).parents[1])
-FOLDER = "PIPPY_TEST_CALLS"  # the environment variable: where workers write
-
-
-@contextmanager
-def noting_calls(note):
-    """Inside, ``note`` is called with the file and the qualified name of each function of drivers/ that this thread calls."""
-
-    def called(frame, event, _):
-        if event == "call" and (path := os.path.realpath(frame.f_code.co_filename)).startswith(ROOM):
-            note(os.path.relpath(path, ROOM), frame.f_code.co_qualname)
-
-    sys.setprofile(called)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-class Watched(worker.Worker):
-    """A worker that writes down which functions of pippy it calls, in the order of calls."""
-
-    def run(self):
-        with (
-            open(Path(os.environ[FOLDER]) / self.context.name, "a", buffering=1) as calls,
-            noting_calls(lambda *call: calls.write(" ".join(call) + "\n")),
-        ):
-            super().run()
 
 
 class Two(nn.Module):
@@ -66,7 +36,7 @@ def calls(tmp_path_factory):
     os.environ[FOLDER] = str(folder)
     noted = []
     try:
-        with local_cluster(2, threads=1, _worker=f"{__name__}:Watched") as cluster:
+        with local_cluster(2, threads=1, _worker="tests.drivers.watched_worker:Worker") as cluster:
             driver = PipelineDriver1F1B(pippy.pipeline(Two(), nn.MSELoss()), cluster)
             x = torch.randn(4, 4)
             driver.run(2, x, x), driver.run(2, x, x)
