@@ -85,7 +85,8 @@ class DatasetSource:
     def message(self, keys: Collection[Hashable], sample: tuple[Any, ...]) -> AddDataset:
         """The message to a worker that needs these columns."""
         collate = None if self.collate in (None, default_collate) else self._pickled("collate", self.collate)
-        return AddDataset(self.number, self._sent_dataset(keys), collate, tuple(keys), sample)
+        dataset, beside = self._sent_dataset(keys), self.prefetch > 0
+        return AddDataset(self.number, dataset, collate, tuple(keys), sample, beside=beside)
 
     def _sent_dataset(self, keys: Collection[Hashable]) -> Pickled | Mapping[Hashable, Pickled] | str:
         if self.by_name:
@@ -395,13 +396,14 @@ class SentDatasets:
         reader = DatasetReader({}, lambda: False, shares_process=True)
         reader.rules = self._rules
         for source in {column.dataset.number: column.dataset for column in columns}.values():
-            reader.add(source.message(_keys(division, source.number), _sample(columns, source)))
+            message = source.message(_keys(division, source.number), _sample(columns, source))
+            reader.add(replace(message, beside=False))
         return reader.load(division, trains)[1]
 
     def _send(self, source: DatasetSource, wanted: Mapping[int, frozenset[Hashable]], sample: tuple[Any, ...]) -> None:
-        rules, more = pickle_by_value(self._rules), {"gone": tuple(self.gone), "beside": source.prefetch > 0}
+        gone, rules = tuple(self.gone), pickle_by_value(self._rules)
         bodies = {
-            rank: replace(source.message(keys, sample), rules=None if rank in self.told else rules, **more)
+            rank: replace(source.message(keys, sample), gone=gone, rules=None if rank in self.told else rules)
             for rank, keys in wanted.items()
         }
         seen = self.commands.call(bodies)

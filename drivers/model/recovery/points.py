@@ -35,7 +35,7 @@ class ControllerState:
         """The state as it is now. No step may be running."""
         all_optimizers = list(optimizers)
         return cls(
-            [each.memento() for each in (commands, commands.nonfinite, *all_optimizers)],
+            [commands.memento(), commands.nonfinite.memento(), *(each.memento() for each in all_optimizers)],
             frozenset(each.number for each in all_optimizers if each.stepped),
             {each.number: each.named_groups() for each in all_optimizers},
             None if scaler is None else scaler.state_dict(),
