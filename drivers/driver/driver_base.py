@@ -35,15 +35,17 @@ from pippy.drivers.driver.check.report import Checked, CheckReport
 from pippy.drivers.driver.data import check_no_columns
 from pippy.drivers.driver.data_iterators import evaluating, loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
-from pippy.drivers.driver.step_runner import StepRunner, StepSettings, in_slices_of, surroundings_of
+from pippy.drivers.driver.step_runner import StepRunner, surroundings_of
 from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
 from pippy.drivers.driver.steps.driver_arguments import (
+    StepSettings,
     check_chunks,
     check_options,
     checked_buffers,
     checked_checkpoint,
     checked_out_of_order,
     chosen_workers,
+    in_slices_of,
 )
 from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule

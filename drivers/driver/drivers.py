@@ -6,6 +6,7 @@ from typing import Any
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.driver_arguments import refuse_together
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.choice.choice import Choice
@@ -67,11 +68,8 @@ class PipelineDriver(PipelineDriverBase):
                     "already includes the activations that memory_limit= limits; leave memory_limit out"
                 )
             name, limit = ("memory", memory) if memory_limit is None else ("memory_limit", memory_limit)
-            if limit is not None and rest.get("out_of_order"):
-                raise DriverError(
-                    f"{name}={brief(limit)} and out_of_order={brief(rest['out_of_order'])} cannot be combined: what a worker "
-                    "holds is counted for one that runs its instructions in order; leave one of them out"
-                )
+            if limit is not None:
+                refuse_together(name, limit, rest)
             self._auto = Auto(memory, memory_limit, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refusals import refuse_inputs
-from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
+from pippy.drivers.batch.slices import SlicedCalls
 from pippy.drivers.choice.auto import UNMEASURED, Auto, StepPurpose
 from pippy.drivers.choice.given_limits import DividedCall, call_to_fit, fails_guard
 from pippy.drivers.count.fake_errors import UncountedError
@@ -22,6 +22,7 @@ from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data import SentDatasets, check_no_columns, columns_in
+from pippy.drivers.driver.steps.driver_arguments import StepSettings
 from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph, StepPlan
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
@@ -37,69 +38,12 @@ from pippy.drivers.report.step_data import batch_size
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.errors import PippyError
-from pippy.ir.base.public_calls import check_count
-from pippy.ir.base.readable import brief
 from pippy.ir.base.surroundings import Surroundings, refused_here
-from pippy.ir.other_graphs import OtherGraph, sliced
+from pippy.ir.other_graphs import OtherGraph
 from pippy.ir.pipe import Pipe, compiled_of, given_in_example
-
-_DIMENSIONS = "rows are along dimension 0, and sequences along dimension 1"
-_NOT_WITH_SLICES = {
-    "single_loss": "the loss over the whole mini-batch would need the outputs of all slices",
-    "chunk_spec": _DIMENSIONS,
-    "batch_dims": _DIMENSIONS,
-    "output_spec": "outputs are joined along the rows and the sequences",
-    "mask": "every micro-batch would be the whole mini-batch",
-    "compile": "stages with slices run eagerly",
-    "schedule": "it is not known how long each slice takes",
-}
-
 
 CountOf = Callable[[Pipe, Division], Any]
 GraphCount = tuple[StepGraph, Division, Any]  # the graph, the micro-batches, and what was counted of them
-
-
-@dataclass
-class StepSettings:
-    """What a driver was told of its steps: how arguments are cut and results merged, and how long a step may take."""
-
-    chunk_spec: Any
-    batch_dims: Any
-    output_spec: Any
-    loss_reduction: str | Callable[..., Any] | None
-    single_loss: bool
-    mask: bool
-    timeout: float | None
-
-
-def in_slices_of(
-    pipe: Pipe, slices: Any, settings: StepSettings, compile: Any, auto: Any
-) -> tuple[Pipe, StepSettings, SlicedCalls | None]:
-    """The Pipe that a driver with ``slices`` runs, its settings, and what divides its calls.
-
-    Without slices these are those that are given, and None. ``auto`` is what chooses the schedule, if anything does.
-
-    >>> from torch import nn
-    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    >>> settings = StepSettings(None, None, None, None, single_loss=False, mask=False, timeout=None)
-    >>> in_slices_of(pipe, 1, settings, compile=None, auto=None)[0] is pipe
-    True
-    >>> in_slices_of(pipe, 0, settings, compile=None, auto=None)
-    Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: slices=0: give into how many slices each sequence is cut, 1 or more
-    """
-    check_count("slices", slices, "into how many slices each sequence is cut", DriverError)
-    if slices == 1:
-        return pipe, settings, None
-    given = {**vars(settings), "compile": compile, "schedule": auto and "auto"}
-    for name, why in _NOT_WITH_SLICES.items():
-        if given[name]:
-            raise DriverError(
-                f"slices={slices} and {name}={brief(given[name])} cannot be combined: {why}; leave one of them out"
-            )
-    calls = SlicedCalls(slices, compiled_of(pipe))
-    counts = calls.makes_loss and settings.loss_reduction is None
-    return sliced(pipe), replace(settings, loss_reduction=count_next_labels) if counts else settings, calls
 
 
 class StepRunner:

@@ -11,7 +11,6 @@ If a loss of torch tells what it counts, micro-batches are weighted by that. The
 again when something changes that its result depends on.
 """
 
-import itertools
 import logging
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ import torch
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.batch.columns import Column, DivisionOfColumns
 from pippy.drivers.batch.divide_call import failed_guard, guarded_inputs
-from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
+from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import reduction_of
 from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNotes
 from pippy.drivers.driver.check.comparisons import (
@@ -41,13 +40,19 @@ from pippy.drivers.driver.check.differences import Difference
 from pippy.drivers.driver.check.origin import by_place, where_lost
 from pippy.drivers.driver.check.remedies import Remedies
 from pippy.drivers.driver.check.report import (
+    ADVICE_FOR_BUFFERS,
+    NOT_COMPARED,
+    NOT_FOLLOWED,
+    UNEQUAL_CHOICE,
+    UNKNOWN_DRAWS,
     Checked,
     disagreement,
     disagreement_of_graphs,
     disagreement_of_workers,
     stages_with,
+    unknown_choice,
 )
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, made_unlike, places_of
+from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, kinds_of, made_unlike, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.driver.steps.prepared_step import StepCall
@@ -55,10 +60,9 @@ from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.readable import listed
-from pippy.ir.base.trees import leaves, tensors
+from pippy.ir.base.trees import tensors
 from pippy.ir.call.signature import check_guards
 
-_LOOKED_AT = 5  # leaves of an argument, to know its kind
 _SHOWN = 6  # micro-batches in an error
 _OVER_MEMORY = "the plain model would take more than half of the memory that is free in this process"
 _log = logging.getLogger(__name__)
@@ -159,7 +163,7 @@ class FirstStep:
         asks = any(each.asks_for_rows for each in graphs)
         rows = [each.number for each in graphs], division.rows if asks else None, self._fails_for_all(division)
         flags = {call: its.training for calls in self.trials.placed.flags().values() for call, its in calls.items()}
-        return flags, rows, division.is_cut, {name: _kinds(value) for name, value in division.arguments.items()}
+        return flags, rows, division.is_cut, {name: kinds_of(value) for name, value in division.arguments.items()}
 
     # What is compared
 
@@ -194,7 +198,7 @@ class FirstStep:
             self._compare_unlike(loaded, with_padding)
         if whole is None and (needs_all or not sets):
             raise MicrobatchError(
-                _NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into the limit of bytes")
+                NOT_COMPARED.format("; ".join(dict.fromkeys(reasons)) or "no rows fit into the limit of bytes")
             )
         return self._said(loaded, sets, whole)
 
@@ -211,13 +215,13 @@ class FirstStep:
     def _check_parts(self, call: StepCall, run: RunWhole) -> Checked:
         """Compare all rows of a step whose micro-batches go by several graphs."""
         if self.witness is None:
-            raise MicrobatchError(_NOT_COMPARED.format("no process holds the plain model"))
+            raise MicrobatchError(NOT_COMPARED.format("no process holds the plain model"))
         if self.budget.is_over_memory(self.comparisons.cost, call.division.rows or 0, self._device):
-            raise MicrobatchError(_NOT_COMPARED.format(_OVER_MEMORY))
+            raise MicrobatchError(NOT_COMPARED.format(_OVER_MEMORY))
         try:
             whole = self._whole(call.division, run)
         except Unlike as error:
-            raise MicrobatchError(_NOT_COMPARED.format(error)) from error
+            raise MicrobatchError(NOT_COMPARED.format(error)) from error
         if whole.differences:
             with _rows_decide(call):
                 raise MicrobatchError(disagreement_of_graphs(self.trials.placed, whole.differences))
@@ -398,7 +402,7 @@ class FirstStep:
         chosen = [each.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.tells_nothing for others in chosen for other in others if other.where == untried.where):
-                raise MicrobatchError(_unknown_choice(untried, self.remedies.may_be_single))
+                raise MicrobatchError(unknown_choice(untried, self.remedies.may_be_single))
 
     def check_choices_of(self, answers: Mapping[int, StepResult]) -> None:
         """Raise if, in a step, masks on the way to a mean have chosen other shares of some micro-batches than of others."""
@@ -409,7 +413,7 @@ class FirstStep:
             for where, chosen in shares.items():
                 if len({each.count / each.of for each in chosen if each.of}) > 1:
                     counts = listed([f"{each.count:g} of {each.of:g}" for each in chosen[:_SHOWN]])
-                    raise MicrobatchError(_UNEQUAL_CHOICE.format(counts=counts, where=where))
+                    raise MicrobatchError(UNEQUAL_CHOICE.format(counts=counts, where=where))
 
     def _remedy(self, sets: Sequence[RowComparison], asked: TrialNotes, with_padding: bool) -> None:
         """Find the reduction of the losses. Raises an error that advises it, unless a loss of torch tells the reduction.
@@ -428,12 +432,12 @@ class FirstStep:
         self._check_followed(wrong.rows)
         said = disagreement(self.compiled, self.trials.placed, wrong)
         if wrong.kinds == {"buffer"}:
-            raise MicrobatchError(said + _ADVICE_FOR_BUFFERS)
+            raise MicrobatchError(said + ADVICE_FOR_BUFFERS)
         candidate = self.remedies.reduction(sets, asked)
         if candidate is None and self.comparisons.draws(sets[0]):
             if self.reduction is not None or reduction_of(self.compiled.loss_module).known:
                 return
-            raise MicrobatchError(_UNKNOWN_DRAWS)
+            raise MicrobatchError(UNKNOWN_DRAWS)
         if candidate is not None and candidate.counted and self.reduction is None:
             self._adopt(LossReduction(candidate.how))
             return
@@ -470,7 +474,7 @@ class FirstStep:
             said = disagreement(self.compiled, self.trials.placed, uncut, is_cut=False)
             begins = where_lost(self.witness, uncut.rows.divided(1), uncut.right.floor)
             raise MicrobatchError(
-                f"{said}It begins in {begins or by_place(self._placed_in_stages(uncut))}. {_NOT_FOLLOWED}"
+                f"{said}It begins in {begins or by_place(self._placed_in_stages(uncut))}. {NOT_FOLLOWED}"
             )
         return uncut
 
@@ -490,59 +494,9 @@ class FirstStep:
         return {place for each in sets for place in each.rows.edits} <= only
 
 
-_NOT_COMPARED = (
-    "the first step was not compared with the plain model, and not compared is not equal: {}. What to do: change what prevents "
-    "the comparison; or give the driver check=False, which leaves it out, if you have compared the numbers yourself"
-)
-_NOT_FOLLOWED = (
-    "No row was cut, so the stages do not compute what the model computes: tracing has lost something. Keep the part of the "
-    "model that makes the difference whole (a tracer whose is_leaf_module says so), or make it a layer of "
-    "Pipe.from_sequential, and please report it"
-)
-_ADVICE_FOR_BUFFERS = (
-    "Forward changes these buffers by the rows that it is given, so each micro-batch would change them by its own "
-    'rows. If this is acceptable, give the driver buffers="per_microbatch". Otherwise change them outside of '
-    "forward, or run one micro-batch, chunks=1"
-)
-_UNKNOWN_DRAWS = (
-    "pippy cannot find out how the losses of micro-batches add up, because the loss draws random numbers that are "
-    "not torch's. If it is a mean over rows, give the driver loss_reduction='mean'; otherwise run one micro-batch, "
-    "chunks=1"
-)
-
-
-_UNEQUAL_CHOICE = (
-    "loss_reduction='mean' was given, but the loss is a mean over what a mask chooses, and in this step it chose unequal "
-    "parts of the micro-batches ({counts}), so their losses do not add up to the plain model's:\n  "
-    "{where}\nThe step has left no "
-    "gradients. Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda "
-    "target: (target >= 0).sum(); or "
-    "run one micro-batch, chunks=1"
-)
-
-
 def _masks(asked: TrialNotes) -> list[ComputedChoice]:
     """The choices by masks, on the way to a mean."""
     return [each for each in asked.chosen if not each.ranked]
-
-
-def _unknown_choice(chosen: ComputedChoice, may_be_single: bool) -> str:
-    if chosen.ranked:
-        return (
-            "the loss has a mean over rows of what each row chooses, as a loss that balances experts has. All rows that were "
-            "tried choose alike, so whether the losses of micro-batches add up when rows do not cannot be seen:\n"
-            f"  {chosen.where}\nThe plain model's mean is over all rows: run one micro-batch, chunks=1; or give the driver "
-            "loss_reduction='mean', if rows always choose alike, or if the mean may be over each micro-batch"
-        )
-    return (
-        "the loss is a mean over the rows that a mask chooses. The mask chose all rows that were tried, so pippy "
-        "cannot see how the losses of micro-batches add up when it leaves rows out:\n"
-        f"  {chosen.where}\n"
-        "Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda target: (target "
-        ">= 0).sum(); or give 'mean' if the mask never leaves rows out"
-        + "; or compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True)" * may_be_single
-        + "; or run one micro-batch, chunks=1"
-    )
 
 
 @contextmanager
@@ -558,18 +512,3 @@ def _rows_decide(call: StepCall) -> Iterator[None]:
             f"forward depends on the number of rows ({why}), and micro-batches do not give what the whole mini-batch gives. "
             f"What to do: run one micro-batch, chunks=1\n{error}"
         ) from None
-
-
-def _kinds(value: Any) -> Any:
-    """The kind of an argument, all that decides how it is cut: classes, dtypes, dimensions, and values that are no tensors."""
-    return tuple(_kind_of_leaf(leaf) for leaf in divided_leaves(value))
-
-
-def _kind_of_leaf(leaf: DividedValue) -> Any:
-    its = itertools.islice(leaves(leaf.held()), _LOOKED_AT)
-    kinds = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else _constant(each) for each in its]
-    return type(leaf), getattr(leaf, "dim", None), tuple(kinds)
-
-
-def _constant(value: Any) -> Any:
-    return value if isinstance(value, (bool, str, int)) else type(value)

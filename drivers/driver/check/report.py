@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pippy.drivers.batch.loss_weights import reduction_of
+from pippy.drivers.compare.trial_notes import ComputedChoice
 from pippy.drivers.driver.check.comparisons import RowComparison
 from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
@@ -20,6 +21,34 @@ from pippy.ir.base.readable import count_with_noun, listed, shortened, text_tabl
 from pippy.ir.record.compiled import Compiled
 
 _IN_ERRORS = 5  # differences, and sizes of micro-batches
+
+NOT_COMPARED = (
+    "the first step was not compared with the plain model, and not compared is not equal: {}. What to do: change what prevents "
+    "the comparison; or give the driver check=False, which leaves it out, if you have compared the numbers yourself"
+)
+NOT_FOLLOWED = (
+    "No row was cut, so the stages do not compute what the model computes: tracing has lost something. Keep the part of the "
+    "model that makes the difference whole (a tracer whose is_leaf_module says so), or make it a layer of "
+    "Pipe.from_sequential, and please report it"
+)
+ADVICE_FOR_BUFFERS = (
+    "Forward changes these buffers by the rows that it is given, so each micro-batch would change them by its own "
+    'rows. If this is acceptable, give the driver buffers="per_microbatch". Otherwise change them outside of '
+    "forward, or run one micro-batch, chunks=1"
+)
+UNKNOWN_DRAWS = (
+    "pippy cannot find out how the losses of micro-batches add up, because the loss draws random numbers that are "
+    "not torch's. If it is a mean over rows, give the driver loss_reduction='mean'; otherwise run one micro-batch, "
+    "chunks=1"
+)
+UNEQUAL_CHOICE = (
+    "loss_reduction='mean' was given, but the loss is a mean over what a mask chooses, and in this step it chose unequal "
+    "parts of the micro-batches ({counts}), so their losses do not add up to the plain model's:\n  "
+    "{where}\nThe step has left no "
+    "gradients. Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda "
+    "target: (target >= 0).sum(); or "
+    "run one micro-batch, chunks=1"
+)
 
 
 def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: RowComparison, is_cut: bool = True) -> str:
@@ -79,6 +108,26 @@ def disagreement_of_workers(placed: PlacedPipe, differences: Sequence[Difference
 def disagreement_of_graphs(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
     """The error for a step whose micro-batches go by several graphs."""
     return f"the step was run by the plain model and, as a trial, by the workers:\n{_lines_of(placed, differences)}"
+
+
+def unknown_choice(chosen: ComputedChoice, may_be_single: bool) -> str:
+    """Why the rows that were tried do not show how losses add up, and what to do."""
+    if chosen.ranked:
+        return (
+            "the loss has a mean over rows of what each row chooses, as a loss that balances experts has. All rows that were "
+            "tried choose alike, so whether the losses of micro-batches add up when rows do not cannot be seen:\n"
+            f"  {chosen.where}\nThe plain model's mean is over all rows: run one micro-batch, chunks=1; or give the driver "
+            "loss_reduction='mean', if rows always choose alike, or if the mean may be over each micro-batch"
+        )
+    return (
+        "the loss is a mean over the rows that a mask chooses. The mask chose all rows that were tried, so pippy "
+        "cannot see how the losses of micro-batches add up when it leaves rows out:\n"
+        f"  {chosen.where}\n"
+        "Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda target: (target "
+        ">= 0).sum(); or give 'mean' if the mask never leaves rows out"
+        + "; or compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True)" * may_be_single
+        + "; or run one micro-batch, chunks=1"
+    )
 
 
 def _rows_of(rows: TriedRows, is_cut: bool) -> str:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
@@ -40,9 +40,10 @@ from pippy.drivers.batch.division import (
     map_divided,
 )
 from pippy.drivers.compare.trial_notes import InputTensor, Question, TrialNotes
-from pippy.ir.base.trees import cat, children, narrow, tensors, with_children
+from pippy.ir.base.trees import cat, children, leaves, narrow, tensors, with_children
 
 _LOOKED_AT = 32  # rows, to choose a few of them
+_LEAVES = 5  # of an argument, to know its kind
 _NUMBERS = 64  # of each
 
 
@@ -409,3 +410,18 @@ def _put(tensor: torch.Tensor, values: Sequence[float], second: bool) -> torch.T
         places[half] = value
         tensor[row] = places.reshape(tensor[row].shape)
     return tensor
+
+
+def kinds_of(value: Any) -> Any:
+    """The kind of an argument, all that decides how it is cut: classes, dtypes, dimensions, and values that are no tensors."""
+    return tuple(_kind_of_leaf(leaf) for leaf in divided_leaves(value))
+
+
+def _kind_of_leaf(leaf: DividedValue) -> Any:
+    its = islice(leaves(leaf.held()), _LEAVES)
+    kinds = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else _constant(each) for each in its]
+    return type(leaf), getattr(leaf, "dim", None), tuple(kinds)
+
+
+def _constant(value: Any) -> Any:
+    return value if isinstance(value, (bool, str, int)) else type(value)

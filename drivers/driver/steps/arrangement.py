@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.driver.steps.driver_arguments import check_replicated, checked_ranks
+from pippy.drivers.driver.steps.driver_arguments import checked_ranks, refuse_together
 from pippy.drivers.driver.steps.programs import RequestedSchedule, check_single_loss
 from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.plan import Program
@@ -119,8 +119,11 @@ class Arrangements:
     def _checked(self, schedule: RequestedSchedule, chosen: Sequence[int]) -> Arrangement:
         """That of a schedule on these workers. Raises if they cannot run the stages by it."""
         auto, replicas, stages = schedule.auto, schedule.replicas, self.compiled.num_stages
+        given = {"schedule": auto and "auto", "single_loss": self.single_loss, "_debug_mask_minibatches": self.mask}
         if replicas > 1:
-            check_replicated(replicas, auto=auto is not None, single_loss=self.single_loss, mask=self.mask)
+            refuse_together("replicas", replicas, given)
+        if self.single_loss:
+            refuse_together("single_loss", True, given)
         arrangement = Arrangement.of(schedule, chosen)
         placement = arrangement.placement
         if placement.stages != stages:
@@ -132,7 +135,7 @@ class Arrangements:
             auto.limits.on(placement)
         if self.single_loss:
             example = schedule.example(chunks=3, workers=placement.workers)
-            check_single_loss(example, loss_stage(self.compiled), self.mask)
+            check_single_loss(example, loss_stage(self.compiled))
         return arrangement
 
     def next(

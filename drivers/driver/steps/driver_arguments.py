@@ -1,10 +1,12 @@
-"""Checks the arguments of a driver: its workers, time limits, the order of work, recomputed forwards, buffers."""
+"""Checks the arguments of a driver: its workers, recomputed forwards, buffers, and options that exclude each other."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.slices import SlicedCalls, count_next_labels
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.drivers.plan.orders.registry import REGISTRY
@@ -12,6 +14,31 @@ from pippy.drivers.plan.passes.rewrites import MODES, Checkpoint, modes_of
 from pippy.ir.base.public_calls import check_count, is_whole, refuse_words, takes_any, words_of
 from pippy.ir.base.readable import brief, count_with_noun
 from pippy.ir.base.trees import describe
+from pippy.ir.other_graphs import sliced
+from pippy.ir.pipe import Pipe, compiled_of
+
+_DIMENSIONS = "rows are along dimension 0, and sequences along dimension 1"
+_IN_ORDER = "what a worker holds is counted for one that runs its instructions in order"
+_MASKED = "every micro-batch would be the whole mini-batch"
+_EXCLUDED = {  # by the option: the options that it excludes, and the reason
+    "slices": {
+        "single_loss": "the loss over the whole mini-batch would need the outputs of all slices",
+        "chunk_spec": _DIMENSIONS,
+        "batch_dims": _DIMENSIONS,
+        "output_spec": "outputs are joined along the rows and the sequences",
+        "_debug_mask_minibatches": _MASKED,
+        "compile": "stages with slices run eagerly",
+        "schedule": "it is not known how long each slice takes",
+    },
+    "replicas": {
+        "schedule": "schedule='auto' chooses for one pipeline (let it, print driver.choice, and give that schedule)",
+        "single_loss": "no worker has the outputs of the whole mini-batch",
+        "_debug_mask_minibatches": _MASKED,
+    },
+    "memory": {"out_of_order": _IN_ORDER},
+    "memory_limit": {"out_of_order": _IN_ORDER},
+    "single_loss": {"_debug_mask_minibatches": _MASKED},
+}
 
 
 def chosen_workers(
@@ -108,21 +135,63 @@ def checked_buffers(buffers: Any) -> str | None:
     )
 
 
-def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
-    """Raise if an argument cannot be used with replicas."""
-    with_replicas = f"replicas={replicas} and"
-    if auto:
-        raise DriverError(
-            f"{with_replicas} schedule='auto' cannot be combined; let schedule='auto' choose for one pipeline, print "
-            "driver.choice, and give that schedule"
-        )
-    if single_loss:
-        raise DriverError(
-            f"{with_replicas} single_loss=True cannot be combined, because no worker has the outputs of the whole "
-            "mini-batch; leave one of them out"
-        )
-    if mask:
-        raise DriverError(f"{with_replicas} _debug_mask_minibatches=True cannot be combined; leave one of them out")
+def refuse_together(option: str, value: Any, given: Mapping[str, Any]) -> None:
+    """Raise if an option of a driver, which has this value, was given with another one that excludes it.
+
+    >>> refuse_together("replicas", 2, {"single_loss": True})
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: replicas=2 and single_loss=True cannot be combined: no worker has the outputs of \
+the whole mini-batch; leave one of them out
+    """
+    for other, why in _EXCLUDED[option].items():
+        if given.get(other):
+            raise DriverError(
+                f"{option}={brief(value)} and {other}={brief(given[other])} cannot be combined: {why}; leave one of them out"
+            )
+
+
+@dataclass
+class StepSettings:
+    """What a driver was told of its steps: how arguments are cut and results merged, and how long a step may take."""
+
+    chunk_spec: Any
+    batch_dims: Any
+    output_spec: Any
+    loss_reduction: str | Callable[..., Any] | None
+    single_loss: bool
+    mask: bool
+    timeout: float | None
+
+
+def in_slices_of(
+    pipe: Pipe, slices: Any, settings: StepSettings, compile: Any, auto: Any
+) -> tuple[Pipe, StepSettings, SlicedCalls | None]:
+    """The Pipe that a driver with ``slices`` runs, its settings, and what divides its calls.
+
+    Without slices these are those that are given, and None. ``auto`` is what chooses the schedule, if anything does.
+
+    >>> from torch import nn
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> settings = StepSettings(None, None, None, None, single_loss=False, mask=False, timeout=None)
+    >>> in_slices_of(pipe, 1, settings, compile=None, auto=None)[0] is pipe
+    True
+    >>> in_slices_of(pipe, 0, settings, compile=None, auto=None)
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: slices=0: give into how many slices each sequence is cut, 1 or more
+    """
+    check_count("slices", slices, "into how many slices each sequence is cut", DriverError)
+    if slices == 1:
+        return pipe, settings, None
+    given = {
+        **vars(settings),
+        "_debug_mask_minibatches": settings.mask,
+        "compile": compile,
+        "schedule": auto and "auto",
+    }
+    refuse_together("slices", slices, given)
+    calls = SlicedCalls(slices, compiled_of(pipe))
+    counts = calls.makes_loss and settings.loss_reduction is None
+    return sliced(pipe), replace(settings, loss_reduction=count_next_labels) if counts else settings, calls
 
 
 def check_chunks(chunks: Any, auto: Auto | None) -> None:

@@ -256,10 +256,8 @@ def _check_limit(out_of_order: bool | int, program: Program) -> None:
         )
 
 
-def check_single_loss(example: Program, loss_stage: int, mask: bool) -> None:
+def check_single_loss(example: Program, loss_stage: int) -> None:
     """Raise unless all forwards come before the loss in an example of the driver's programs, and there is a loss."""
-    if mask:
-        raise DriverError("single_loss=True and _debug_mask_minibatches=True cannot be combined; leave one of them out")
     if loss_stage < 0:
         raise DriverError(
             "single_loss=True needs a loss function, which the Pipe does not have; give one: pipeline(model, loss_fn)"

@@ -11,6 +11,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.ir.base.public_calls import check_amount
 from pippy.ir.base.trees import describe
 
 
@@ -92,8 +93,7 @@ def checked_updates(
     if scaler is None and driver._grad_scaler is not None and driver._grad_scaler.is_enabled():
         raise DriverError("the driver has a GradScaler, through which its optimizers must step; give it: scaler=scaler")
     for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if value is not None and not (_is_number(value) and value > 0):
-            raise DriverError(f"{name}={describe(value)}: give a number above 0, or leave it out for no clipping")
+        check_amount(name, value, "the most that gradients may have", DriverError, none="for no clipping")
     return Updates(optimizers, schedulers, scaler, max_norm, clip_value)
 
 
@@ -110,7 +110,3 @@ def check_trains(driver: ModelOnWorkers, what: str) -> None:
 
 def _several(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

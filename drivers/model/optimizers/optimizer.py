@@ -31,7 +31,7 @@ from pippy.drivers.session.driver_commands import DriverCommands, memento
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
-from pippy.ir.base.public_calls import check_words, place_words, words_of
+from pippy.ir.base.public_calls import check_flag, check_words, place_words, words_of
 from pippy.ir.base.readable import brief, count_with_noun, shortened
 from pippy.ir.record.code_reads import have_same_values
 
@@ -425,10 +425,7 @@ def _checked_master_dtype(master_dtype: Any, parameters: Mapping[str, torch.nn.P
 
 def _checked_divided(divide_state: Any, placed: PlacedPipe) -> bool:
     """Whether its state is divided among replicas of the pipeline, if there are any."""
-    if not isinstance(divide_state, bool):
-        raise OptimizerError(
-            f"divide_state={brief(divide_state)}: give True to divide the state among replicas, or False"
-        )
+    check_flag("divide_state", divide_state, OptimizerError, true="to divide the state among replicas")
     if divide_state and len(placed.replicas) == 1:
         raise OptimizerError(
             "divide_state=True divides the state among replicas of the pipeline, and this driver has one pipeline; make it "
