@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.base.interrupts import put_off
-from pippy.drivers.engines.engine import Engine
+from pippy.drivers.base.interrupts import put_off, uninterrupted
+from pippy.drivers.engines.engine import Engine, start
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.session import Session
 from pippy.ir.base.readable import brief, count_with_noun, html_table, shortened, text_table
@@ -331,8 +331,6 @@ def lazy_cluster(n: int, start: Callable[..., Cluster], **options: Any) -> Itera
 _opened: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Cluster]]" = (
     weakref.WeakKeyDictionary()
 )  # the last one
-_by_rpc: "weakref.ref[Cluster] | None" = None  # the last one whose processes RPC connects
-_joining = threading.Lock()
 
 
 def current_cluster() -> Cluster:
@@ -368,41 +366,30 @@ def _cluster_of(thread: threading.Thread) -> Cluster | None:
     return entered[-1] if entered else _open(_opened.get(thread))
 
 
-@contextmanager
-def opening(by_rpc: bool) -> Iterator[None]:
-    """The block opens a cluster. If RPC connects its processes, raise if any thread has one open of which that is so."""
-    if not by_rpc:
-        yield
-        return
-    with _joining:
-        _check_closed(_open(_by_rpc), "by RPC can be open in a process", "open this one without transport='rpc'")
-        yield
-
-
-def note_opened_cluster(cluster: Cluster, by_rpc: bool) -> Cluster:
-    """Note that this thread has opened a cluster."""
-    global _by_rpc
+def opened(make: Callable[[], Engine], timeout: float, start_timeout: float) -> Cluster:
+    """The cluster of an engine, which this thread has opened. The engine is closed if its workers do not start."""
+    engine = None
+    try:
+        with uninterrupted():  # or processes would run that nobody knows of
+            engine = make()
+        cluster = Cluster(engine.names, start(engine, timeout, start_timeout), engine, engine.device_type)
+    except BaseException as error:
+        if engine is not None:
+            engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
+        raise
     _opened[threading.current_thread()] = weakref.ref(cluster)
-    if by_rpc:
-        _by_rpc = weakref.ref(cluster)
     return cluster
 
 
 def check_none_open() -> None:
     """Raise if this thread has opened a cluster that is open. One that has lost a worker is closed here."""
-    _check_closed(
-        _open(_opened.get(threading.current_thread())),
-        "can be open in a thread",
-        "use it: several drivers can share one cluster",
-    )
-
-
-def _check_closed(cluster: Cluster | None, rule: str, remedy: str) -> None:
+    cluster = _open(_opened.get(threading.current_thread()))
     if cluster is None:
         return
     if not cluster.session.broken:
         raise ClusterError(
-            f"only one cluster {rule}, and {brief(cluster)} is; {remedy}; or close it first: current_cluster().close()"
+            f"only one cluster can be open in a thread, and {brief(cluster)} is; use it: several drivers can share one "
+            "cluster; or close it first: current_cluster().close()"
         )
     cluster.close()
 

@@ -15,11 +15,11 @@ def on_devices(devices: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Routes:
-    """The workers, in groups of which each shares memory; between two groups values go by TCP.
+    """The workers, in groups of which each shares memory; between two groups values go by ``far``: by TCP, RPC or sockets.
 
     ``hosts`` has the name of each worker's host, and ``machines`` a text for each worker that is equal for those of one host,
     where names may not tell them apart. ``reasons`` says why a worker shares no memory with others of its host.
-    ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
+    With TCP they go by RPC, too, where a port cannot be reached. ``on_devices`` has from which worker to which values stay
     on GPUs, as far as that was tried; and where they do not, the reason.
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
@@ -39,7 +39,7 @@ class Routes:
     hosts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     reasons: Mapping[int, str] = field(default_factory=dict)
-    only_rpc: bool = False
+    far: str = "TCP"
     devices: tuple[str, ...] = ()
     on_devices: Mapping[tuple[int, int], str] = field(default_factory=dict)
     machines: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Routes:
         """Those of workers of one host, all of which share memory, or none."""
         workers = range(len(names))
         groups = [tuple(workers)] if shares_memory else [(worker,) for worker in workers]
-        return Routes(tuple(names), (host,) * len(names), tuple(groups), only_rpc=not shares_memory, devices=devices)
+        return Routes(tuple(names), (host,) * len(names), tuple(groups), far="sockets", devices=devices)
 
     @property
     def has_devices(self) -> bool:
@@ -87,15 +87,6 @@ class Routes:
         if self.on_devices.get((one, other)) == "":
             return "GPU memory"
         return "shared memory" if any(one in group and other in group for group in self.groups) else self.far
-
-    @property
-    def far(self) -> str:
-        """How values go between two groups. Where a port cannot be reached they go by RPC, too.
-
-        >>> Routes.of_host("ab", "node1", shares_memory=False).far
-        'RPC'
-        """
-        return "RPC" if self.only_rpc else "TCP"
 
     def __str__(self) -> str:
         lines = [self._line(group) for group in self.groups]

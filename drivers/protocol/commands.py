@@ -143,13 +143,6 @@ class ComeIn:
     invitation: Invitation
 
 
-@dataclass(frozen=True)
-class Invite:
-    """Urgent, from worker ``guest`` of another host: open a door for it. The answer is an Invitation, or None."""
-
-    guest: int
-
-
 # Messages after which workers need connections with each other.
 
 

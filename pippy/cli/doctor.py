@@ -191,11 +191,11 @@ def shared_memory() -> Outcome:
     except (OSError, AttributeError) as error:
         return Outcome(
             f"memfd_create does not work here: {error}",
-            "workers pass tensors by TCP on the loopback interface instead, which is slower; allow memfd_create in the "
+            "workers pass tensors through sockets instead, which is slower; allow memfd_create in the "
             "container's seccomp profile",
         )
     if seen != b"pippy":
-        return Outcome("memory is mapped, and not shared", 'give cluster() transport="rpc"', fatal=True)
+        return Outcome("memory is mapped, and not shared", 'give cluster() transport="sockets"', fatal=True)
     return Outcome("memfd works: tensors pass between workers through memory")
 
 

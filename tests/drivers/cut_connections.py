@@ -11,10 +11,14 @@ _SO_ATTACH_FILTER = 26
 
 
 def cut_connections_to_siblings(silently=False):
-    """Shut down all TCP connections of this process to other processes that have the same parent; or let nothing in there."""
+    """Shut down all TCP connections of this process to others that have the same parent; or let nothing in there.
+
+    Not those to rank 0 of torchrun, which has the script.
+    """
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    siblings = {inode for pid in children if int(pid) != os.getpid() for inode in _sockets(pid)}
+    others = [pid for pid in children if int(pid) != os.getpid() and not _is_rank_0(pid)]
+    siblings = {inode for pid in others for inode in _sockets(pid)}
     own = _sockets("self")
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inode_of = {(row[1], row[2]): row[9] for row in rows}
@@ -28,6 +32,10 @@ def let_nothing_in(end):
     """Drop each packet as it comes, the acknowledgements, too: by a filter of one instruction, "return 0 bytes"."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
     end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
+
+
+def _is_rank_0(pid):
+    return b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _sockets(pid):

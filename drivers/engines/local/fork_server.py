@@ -23,11 +23,9 @@ processes may still come.
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -35,13 +33,11 @@ import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pippy.drivers.base.host_errors import HostError, in_words, no_descriptor
 from pippy.drivers.base.process import exit_at_once, open_standard_streams
 from pippy.drivers.engines.routes import on_devices
-
-CONTROLLER = "controller"  # its name for RPC
 
 
 @dataclass(frozen=True)
@@ -50,19 +46,18 @@ class LaunchConfig:
 
     Attributes:
         worker: the dotted name of the class that the workers run.
-        transport: how workers pass tensors: "shared_memory", "rpc" or "none".
-        directory: a private one, where the processes find one another if they use RPC.
+        transport: how workers pass tensors: "shared_memory", "sockets" or "none".
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
-        sockets: the file descriptors of a worker's sockets to the controller, if it has any: for messages, and for urgent ones.
+        sockets: the file descriptors of a worker's sockets to the controller: for messages, and for urgent ones.
         timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
         log_level: from which level on records of the workers are sent to the controller.
         start: which start of a worker it is: 1, and one more whenever another process takes its place.
 
-    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711).rpc_name(0)
-    'worker0'
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", 4711).socket_type.name
+    'SOCK_SEQPACKET'
     """
 
     worker: str
@@ -71,7 +66,6 @@ class LaunchConfig:
     threads: int
     cores: tuple[int, ...] | None
     transport: str
-    directory: str
     controller: int
     dies_with_thread: bool = False
     sockets: tuple[int, ...] = ()
@@ -80,30 +74,26 @@ class LaunchConfig:
     log_level: int = 30
     start: int = 0
 
-    def rpc_name(self, index: int) -> str:
-        """The name that a worker has for RPC."""
-        return f"worker{index}"
-
-    def near(self, index: int) -> list[int]:
+    def near(self, index: int) -> tuple[int, ...]:
         """The other workers that compute on devices, if values may stay on them on their way from a worker."""
         if self.transport != "shared_memory":
-            return []
-        return [worker for worker in on_devices(self.devices) if worker != index]
+            return ()
+        return tuple(worker for worker in on_devices(self.devices) if worker != index)
 
     @property
-    def uses_rpc(self) -> bool:
-        """Whether messages and values travel by RPC; else by sockets that the controller and the fork server make."""
-        return self.transport == "rpc"
+    def shares_memory(self) -> bool:
+        """Whether messages and values go through memory that both processes see; else they go through sockets."""
+        return self.transport != "sockets"
 
     @property
-    def meeting(self) -> str:
-        """The address of the store at which the processes find each other."""
-        return f"file://{self.directory}/store"
+    def socket_type(self) -> socket.SocketKind:
+        """The type of the sockets to the controller: packets that announce what is in memory, or streams."""
+        return socket.SOCK_SEQPACKET if self.shares_memory else socket.SOCK_STREAM
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets, if it has any, come beside this.
+    """Asks the fork server to end what is left of a worker, and to fork it; its two sockets come beside this.
 
     >>> Fork(1, start=1)
     Fork(index=1, start=1)
@@ -239,13 +229,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def start_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> NoReturn:
+def start_worker(index: int, config: LaunchConfig, controller: socket.socket) -> NoReturn:
     """Run a worker in this process, then exit."""
     status = 1
     try:
         with in_words(f"worker {config.names[index]!r}"):
             become_worker(index, config, controller)
-            run_worker(index, worker, config, controller)
+            run_worker(index, config, controller)
         status = 0
     except BaseException as error:
         text = str(error) if isinstance(error, HostError) else traceback.format_exc()
@@ -268,50 +258,19 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def run_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> None:
+def run_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
     """Make a worker, let it be reached, and run it."""
-    import torch
+    from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
+    from pippy.drivers.wire.messages.doors import THIS_HOST
 
-    from pippy.drivers.wire.gpu.device_transport import for_device
-    from pippy.drivers.wire.messages.worker_messages import MessageQueue
-    from pippy.drivers.worker.worker_context import WorkerContext
-
-    torch.set_num_threads(config.threads)
-    device, messages = config.devices[index], MessageQueue()
-    transport, copies = for_device(device, make_transport(config, index, messages), config.near(index))
-    place = index, config.names, messages, transport, device, config.threads
-    running = worker(WorkerContext(*place, copies=copies, log_level=config.log_level))
-    if config.uses_rpc:
-        from pippy.drivers.wire.messages import rpc
-
-        rpc.serve(rpc.Served(messages, running.urgent, transport.deliver))
-        report(controller, Ready(index, os.getpid(), config.start))
-        rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, "uv", "lo")
-    else:
-        from pippy.drivers.wire.messages.worker_messages import UrgentConnection
-
-        UrgentConnection(socket.socket(fileno=config.sockets[1]), running.urgent).start()
-        report(controller, Ready(index, os.getpid(), config.start))
+    given = config.worker, config.names, config.devices[index], config.threads, config.timeout, config.patience
+    settings = RunSettings(*given, config.log_level, config.near(index))
+    running = ConnectedWorker(index, THIS_HOST, settings)
+    messages, urgent = (socket.socket(fileno=each) for each in config.sockets)
+    running.start(messages, urgent)
+    report(controller, Ready(index, os.getpid(), config.start))
     running.run()
 
-
-def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
-    """The transport of this worker to the others and, but for RPC, to the controller, from host to host."""
-    if config.uses_rpc:
-        from pippy.drivers.wire.messages.rpc import transport_by_rpc
-
-        everybody = range(len(config.names))
-        return transport_by_rpc(index, config.rpc_name, CONTROLLER, config.timeout, far=everybody)[0]
-    from pippy.drivers.wire.messages.worker_messages import WorkerMessageConnection
-    from pippy.drivers.wire.worker_transport import WorkerTransport
-
-    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[0]), messages).connection
-    pinned = config.devices[index] != "cpu"
-    return WorkerTransport(index, pinned=pinned, controller=controller, patience=config.patience)
-
-
-# torch, and what the first command and the first backward would import in each worker.
-NEEDED = ("torch", "numpy.random", "torch.fx.experimental.symbolic_shapes")
 
 PACKET = 1 << 16  # a socket takes no packet of any size
 # First comes the controller's sys.path, without which the import of pippy could fail, in as many packets as it takes.
@@ -362,7 +321,9 @@ class ForkServer:
 
     def start(self) -> None:
         """Import what the workers need, once."""
-        self.worker = load(self.config.worker)
+        from pippy.drivers.engines.connected_worker import load
+
+        load(self.config.worker)
         gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
 
     def watch(self) -> None:
@@ -385,13 +346,11 @@ class ForkServer:
                     self._fork_worker(request, descriptors)
 
     def end(self) -> None:
-        """Kill the workers, and delete the directory."""
+        """Kill the workers."""
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
-        if self.config.directory:
-            shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _reap(self) -> None:
         for pid, (index, start) in list(self.children.items()):
@@ -414,14 +373,14 @@ class ForkServer:
         """Fork a worker. If that fails, all others go on."""
         index, name = request.index, f"worker {self.config.names[request.index]!r}"
         try:
-            if len(descriptors) < 2 and not self.config.uses_rpc:
+            if len(descriptors) < 2:
                 raise no_descriptor(f"the sockets of {name}")
             with in_words(name):
                 pid = os.fork()
             if pid == 0:
                 _close(self.own_descriptors)
                 config = replace(self.config, sockets=tuple(descriptors), start=request.start)
-                start_worker(index, self.worker, config, self.controller)
+                start_worker(index, config, self.controller)
             self.children[pid] = index, request.start
         except HostError as error:
             report(self.controller, Failed(index, str(error), request.start))
@@ -431,15 +390,3 @@ class ForkServer:
 def _close(descriptors: Iterable[int]) -> None:
     for each in descriptors:
         os.close(each)
-
-
-def load(dotted: str) -> type:
-    """The class with a dotted name.
-
-    >>> load("pippy.drivers.engines.local.fork_server:Died").__name__
-    'Died'
-    """
-    module, _, name = dotted.partition(":")
-    for needed in NEEDED:
-        importlib.import_module(needed)
-    return getattr(importlib.import_module(module), name)

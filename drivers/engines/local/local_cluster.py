@@ -8,32 +8,28 @@ import errno
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
-from torch.distributed import FileStore
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.host_errors import host_error, in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process import open_standard_streams
 from pippy.drivers.engines.arguments import check_choice, checked_names, device_name, polling_time
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster, opening
-from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
 from pippy.drivers.engines.local.fork_server import (
     BOOT,
-    CONTROLLER,
     Died,
     End,
     Failed,
@@ -44,10 +40,8 @@ from pippy.drivers.engines.local.fork_server import (
     send_boot,
 )
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.session.calls import Address, Messages
-from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections, ControllerMessages
-from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.session.calls import Address
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
@@ -66,20 +60,16 @@ class LocalEngine:
 
     def __init__(self, config: LaunchConfig, timeout: float) -> None:
         self.owner = os.getpid()
-        self.joined = False
         self.config, self.timeout = config, timeout
+        self.names, self.device_type = config.names, torch.device(config.devices[0]).type
         self.pids: dict[int, int] = {}
         self.starts = [0] * len(config.names)  # which start of each worker counts
         self._running = False
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         self._killed_for_memory = killed_for_memory()
-        self.connections = ControllerConnections()
-        with ExitStack() as undo:
-            if config.directory:
-                undo.callback(shutil.rmtree, config.directory, ignore_errors=True)
-            self.socket, self.fork_server = self._fork_server()
-            undo.pop_all()
+        self.messages = ControllerConnections()
+        self.socket, self.fork_server = self._fork_server()
 
     def _fork_server(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         """Start a fork server. Returns the socket to it, and its process."""
@@ -106,14 +96,10 @@ class LocalEngine:
     recovery_advice = RECOVERY_ADVICE
 
     def start(self, timeout: float) -> list[Address]:
-        """Start the workers, wait for them, and join them."""
-        deadline = time.monotonic() + timeout
-        self._place(range(len(self.config.names)), deadline)
+        """Start the workers, and wait for them."""
+        addresses = self._place(range(len(self.config.names)), time.monotonic() + timeout)
         self._running = True
-        if self.config.uses_rpc:
-            self._join(deadline, timeout)
-            shutil.rmtree(self.config.directory, ignore_errors=True)
-        return [self._address(index) for index in range(len(self.config.names))]
+        return list(addresses.values())
 
     def _address(self, index: int) -> Address:
         return Address(self.config.names[index], socket.gethostname(), self.pids[index], is_here=True)
@@ -123,8 +109,6 @@ class LocalEngine:
         """Why a worker cannot be replaced; None if it can."""
         if os.getpid() != self.owner or self.socket.fileno() == -1:
             return "the processes of this cluster were ended; open another"
-        if self.config.uses_rpc:
-            return "its workers are connected by RPC, which none can join later; open another, if you can without RPC"
         return None
 
     def replace(self, workers: Iterable[int]) -> dict[int, Address]:
@@ -153,9 +137,8 @@ class LocalEngine:
             while not ends.keys() <= self.pids.keys():
                 self._await(deadline, self.timeout)
             with uninterrupted():
-                for index, sockets in ends.items():
-                    if sockets:
-                        self.connections.replace(index, *sockets)
+                for index, (messages, urgent) in ends.items():
+                    self.messages.replace(index, messages, urgent)
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
@@ -167,7 +150,7 @@ class LocalEngine:
             for index in workers:
                 self._forget(index)
                 self._ask(End(index))
-                self.connections.drop(index)
+                self.messages.drop(index)
 
     def _forget(self, index: int) -> None:
         """Go on without the process of a worker, and what is reported of it from now on."""
@@ -178,7 +161,7 @@ class LocalEngine:
     def _ask_for(self, index: int, undo: ExitStack) -> list[socket.socket]:
         """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
         self._forget(index)
-        pairs = [] if self.config.uses_rpc else [_pair(undo), _pair(undo)]
+        pairs = [_pair(undo, self.config.socket_type) for _ in range(2)]
         self._ask(Fork(index, self.starts[index]), *(its.fileno() for _, its in pairs))
         for _, its in pairs:
             its.close()
@@ -191,12 +174,7 @@ class LocalEngine:
     @property
     def routes(self) -> Routes:
         """How values go between the workers."""
-        return Routes.of_host(self.config.names, socket.gethostname(), not self.config.uses_rpc, self.config.devices)
-
-    @property
-    def messages(self) -> Messages:
-        """What carries messages to the workers."""
-        return ControllerMessages(self._rpc_names) if self.config.uses_rpc else self.connections
+        return Routes.of_host(self.config.names, socket.gethostname(), self.config.shares_memory, self.config.devices)
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
@@ -220,25 +198,15 @@ class LocalEngine:
         return b""
 
     def close(self, lost: str | None = None) -> None:
-        """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""
+        """End every process. In a process that was forked from the controller it does nothing."""
         if os.getpid() != self.owner or self.socket.fileno() == -1:
             return
-        try:
-            if self.joined:
-                rpc.leave()
-        finally:
-            with uninterrupted():  # it is over soon, and what is closed by half is never closed
-                with contextlib.suppress(OSError):  # it has ended
-                    self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
-                self.socket.close()
-                self.connections.close()
-                self._end()
-                if self.config.directory:
-                    shutil.rmtree(self.config.directory, ignore_errors=True)
-
-    @property
-    def _rpc_names(self) -> list[str]:
-        return [self.config.rpc_name(index) for index in range(len(self.config.names))]
+        with uninterrupted():  # it is over soon, and what is closed by half is never closed
+            with contextlib.suppress(OSError):  # it has ended
+                self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
+            self.socket.close()
+            self.messages.close()
+            self._end()
 
     def _end(self) -> None:
         """Close the socket, at which the fork server ends its workers and itself. If it does not, kill all of them."""
@@ -249,16 +217,14 @@ class LocalEngine:
                 os.killpg(self.fork_server.pid, signal.SIGKILL)
             self.fork_server.wait()
 
-    def _await(self, deadline: float, timeout: float, *others: int) -> None:
-        """Take in one report, or return when one of the other file descriptors is readable."""
-        readable = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
-        if not readable:
+    def _await(self, deadline: float, timeout: float) -> None:
+        """Take in one report."""
+        if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise ClusterError(
                 f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
                 f"give cluster() a larger start_timeout, or fewer workers"
             )
-        if self.socket.fileno() in readable:
-            self._take(self._packet())
+        self._take(self._packet())
 
     def _take(self, packet: bytes) -> None:
         report = pickle.loads(packet) if packet else None
@@ -290,32 +256,6 @@ class LocalEngine:
         out_of_memory = killed_for_memory() > self._killed_for_memory
         return ended if status is None else f"{ended} ({Died(0, status, out_of_memory=out_of_memory).how})"
 
-    def _join(self, deadline: float, timeout: float) -> None:
-        """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
-        outcome: list[BaseException | None] = []
-        done = PollableEvent()
-
-        def join() -> None:
-            try:
-                rpc.serve_nothing()
-                rpc.join(CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, "uv", "lo")
-                self.joined = True
-                store = FileStore(f"{self.config.directory}/store", len(self.config.names) + 1)
-                rpc.close_ports(CONTROLLER, self._rpc_names, store, timeout, self.config.timeout)
-                outcome.append(None)
-            except BaseException as error:
-                outcome.append(error)
-            done.set()
-
-        thread = threading.Thread(target=join, daemon=True)
-        thread.start()
-        while not outcome:
-            self._await(deadline, timeout, done.fileno())
-        thread.join()
-        done.close()
-        if outcome[0] is not None:
-            raise ClusterError(f"the controller could not join its workers: {outcome[0]}") from outcome[0]
-
 
 def _directory() -> str | None:
     """Where the workers start: in this process's directory (None), or, as torch starts in none that was deleted, at the root.
@@ -329,19 +269,15 @@ def _directory() -> str | None:
     return None
 
 
-def _pair(undo: ExitStack) -> tuple[socket.socket, socket.socket]:
-    one, other = socketpair()
-    return undo.enter_context(one), undo.enter_context(other)
-
-
-def socketpair() -> tuple[socket.socket, socket.socket]:
+def _pair(undo: ExitStack, kind: socket.SocketKind = socket.SOCK_SEQPACKET) -> tuple[socket.socket, socket.socket]:
     """Two ends of a socket that only those can use to whom they are handed."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one, other = socket.socketpair(socket.AF_UNIX, kind)
+    return undo.enter_context(one), undo.enter_context(other)
 
 
 WORKER = "pippy.drivers.worker.worker:Worker"
 DEFAULT_DEVICE = "cpu"  # of workers; the tests' option --device names another
-TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
+TRANSPORTS = ("shared_memory", "sockets", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
 @placing_words()
@@ -354,7 +290,7 @@ def local_cluster(
     pin: bool = False,
     names: Sequence[str] | None = None,
     timeout: float = 5.0,
-    transport: Literal["shared_memory", "rpc", "none"] | None = None,
+    transport: Literal["shared_memory", "sockets", "rpc", "none"] | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
     _worker: str = WORKER,
@@ -374,7 +310,8 @@ def local_cluster(
         names: the names of the workers in messages.
         timeout: a worker that does not answer for so many seconds is lost. So is one whose stage holds Python's lock for
             so long, which only a C extension does.
-        transport: how workers pass tensors to one another: through memory that both see, if this host can, or by RPC.
+        transport: how workers pass tensors to one another: through memory that both see, if this host can, or through
+            sockets that they inherit. "rpc", which is for workers of torchrun, means sockets here.
         start_timeout: how many seconds the workers may take to start.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps; waking it takes longer
             than polling. Default: 1 ms if every worker has cores of its own, else 0.
@@ -392,8 +329,7 @@ def local_cluster(
     _check_is_only_process(n)
     check_none_open()
     note_local_cluster()
-    chosen = _chosen_transport(transport)
-    with opening(by_rpc=chosen == "rpc"), in_words(f"{n} workers"):
+    with in_words(f"{n} workers"):
         if pin:
             _warn_of_shared_cores(names, cores)
         config = LaunchConfig(
@@ -402,31 +338,13 @@ def local_cluster(
             devices=device_names,
             threads=threads,
             cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-            transport=chosen,
-            directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
+            transport=_chosen_transport(transport),
             controller=os.getpid(),
             timeout=timeout,
             patience=polling_time(patience, crowded=n * threads > len(cores)),
             log_level=LOGGER.getEffectiveLevel(),
         )
-        return _started(config, timeout, start_timeout)
-
-
-def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
-    engine = None
-    try:
-        with uninterrupted():  # or processes would run that nobody knows of
-            engine = LocalEngine(config, start_timeout)
-        session = start(engine, timeout, start_timeout)
-        if config.uses_rpc:
-            rpc.take_reports(session.report_lost)
-        return note_opened_cluster(
-            Cluster(config.names, session, engine, torch.device(config.devices[0]).type), config.uses_rpc
-        )
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        raise
+        return opened(partial(LocalEngine, config, start_timeout), timeout, start_timeout)
 
 
 def _check_system() -> None:
@@ -451,9 +369,9 @@ def _check_is_only_process(n: int) -> None:
 
 
 def _chosen_transport(transport: str | None) -> str:
-    """The transport of this name, or the best one for this host: where processes cannot share memory, warn of RPC."""
-    if transport in ("rpc", "none"):
-        return transport
+    """The transport of this name, or the best one for this host: where processes cannot share memory, warn of sockets."""
+    if transport in ("sockets", "rpc", "none"):
+        return "none" if transport == "none" else "sockets"
     try:
         with uninterrupted():
             os.close(os.memfd_create("pippy"))
@@ -464,14 +382,10 @@ def _chosen_transport(transport: str | None) -> str:
         why = f"this host cannot share memory between processes ({error})"
     if transport == "shared_memory":
         raise ClusterError(
-            f'transport="shared_memory" is not available: {why}; leave transport out, and the workers use TCP on '
-            "the loopback interface"
+            f'transport="shared_memory" is not available: {why}; leave transport out, and the workers use sockets'
         )
-    warn(
-        f"{why}; the workers use TCP on the loopback interface instead, which is slower, and which every account of this host "
-        f"can reach while they start"
-    )
-    return "rpc"
+    warn(f"{why}; the workers pass tensors through sockets instead, which is slower")
+    return "sockets"
 
 
 def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:

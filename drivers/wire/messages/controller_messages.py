@@ -70,9 +70,12 @@ class ControllerConnections:
         return self._send(self._urgent_at[worker], next(self._urgent_numbers), pickled)
 
     def connect(self, one: int, other: int) -> int | None:
-        """Give two workers a socket to each other, before what is posted to them from now on."""
+        """Give two workers a socket to each other, before what is posted to them from now on. Where memory is not shared with
+        both, the first is to let the other in: it is returned."""
         if not self._at:
             return None
+        if any(self._near(self._at[each]) is None for each in (one, other)):
+            return one
         with self._lock, uninterrupted():
             with in_words(f"a socket between workers {one} and {other}"):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,11 +102,6 @@ class ControllerConnections:
                     self._mark_lost(places[worker])
             self.signs.drop(worker)
 
-    def unsent(self) -> bool:
-        """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
-        with self._lock:
-            return any(each.connection.queue for each in self._ends if isinstance(each, MessageConnection))
-
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
         poll = select.poll()
@@ -127,7 +125,7 @@ class ControllerConnections:
     def _put(self, places: dict[int, int], worker: int, end: socket.socket) -> None:
         """Use a socket to a worker from now on."""
         at = places.setdefault(worker, len(self._ends))
-        if end.family == socket.AF_UNIX:
+        if end.type == socket.SOCK_SEQPACKET:
             made: MessageConnection | MessageStream = MessageConnection(end, partial(self._answered, at))
             self._open[end.fileno()] = at
         else:
@@ -224,12 +222,10 @@ def _own(pickled: Pickled) -> Pickled:
 class ControllerMessages:
     """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
 
-    ``first`` gives, for workers of other hosts that have neighbours there, the worker that can connect those. With ``far``
-    the workers of different hosts are connected, too. ``own`` has the workers of this process.
+    With ``far`` those get connections, too. ``own`` has the workers of this process.
 
-    >>> messages = ControllerMessages(["a", "b", "c", "d"], near=[0], first={1: 1, 2: 1, 3: 3})
-    >>> messages.connect(1, 2), messages.connect(0, 1), messages.connect(2, 3)
-    (1, None, None)
+    >>> ControllerMessages(["a", "b", "c"], near=[0], far=True).connect(1, 2), ControllerMessages(["a", "b"]).connect(0, 1)
+    (1, None)
     """
 
     def __init__(
@@ -237,12 +233,11 @@ class ControllerMessages:
         names: Sequence[str] = (),
         near: Collection[int] = (),
         connections: ControllerConnections | None = None,
-        first: Mapping[int, int] = {},
         far: bool = False,
         own: Mapping[int, OwnMessages] = {},
     ) -> None:
         self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
-        self.first, self.far, self.own = dict(first), far, own
+        self.far, self.own = far, own
 
     @property
     def signs(self) -> FarSigns:
@@ -266,14 +261,10 @@ class ControllerMessages:
         return rpc.urgent(self.names[worker], pickled)
 
     def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker can give them one, return it."""
+        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
         if one in self.near and other in self.near:
-            self.connections.connect(one, other)
-        elif one in self.first and self.first[one] == self.first.get(other):
-            return self.first[one]
-        else:
-            return one if self.far else None
-        return None
+            return self.connections.connect(one, other)
+        return one if self.far else None
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes over a connection, or the event is set, or the time is up."""

@@ -137,9 +137,9 @@ def test_a_worker_that_computes_longer_than_the_timeout_is_not_lost(cluster, mon
 
 
 @pytest.mark.usefixtures("alone")
-def test_messages_by_rpc():
-    """As by sockets: in order, also large ones; urgent ones while a worker is busy; a worker that is killed is lost at once."""
-    with opened(transport="rpc") as cluster:
+def test_messages_through_sockets():
+    """As by memory: in order, also large ones; urgent ones while a worker is busy; a worker that is killed is lost at once."""
+    with opened(transport="sockets") as cluster:
         session = cluster.session
         calls = [session.send(0, ("note", number)) for number in range(100)]
         assert sum(1 for _ in session.completed(calls)) == 100
