@@ -2,7 +2,7 @@
 
 It has two connections with the controller: for the messages that its main thread takes, and for urgent ones. With each worker
 that it passes values to or takes them from it gets another one, when the controller says so. All of these use memory that both
-processes see, where there is any; where not, they are streams: of TCP between hosts, and else unix sockets.
+processes see, where there is any, and else TCP.
 """
 
 import importlib
@@ -68,8 +68,8 @@ class RunSettings:
 class Peers:
     """Gets worker ``index`` its connections with others: of two, one opens a door, and the other comes in there.
 
-    Those that share no memory with it reach it at ``address``: one of TCP, or that of this host; if there is none, they do
-    without. Their connections are for the ``carrier`` of values. ``probes`` says when one of TCP is broken: see
+    Those that share no memory with it reach it at ``address``; if there is none, they do without. The connections are for the
+    ``carrier`` of values. ``probes`` says when one of TCP is broken: see
     `break_when_silent`.
     """
 
@@ -102,7 +102,7 @@ class Peers:
                 f"{invitation.port}: {error}. Workers of different hosts connect with each other, at ports that their systems "
                 "choose: a firewall between the hosts must let them, and a tunnel from each to the script is not enough"
             ) from error
-        if not self._by_memory(end):
+        if end.family != socket.AF_UNIX:
             self._use_far(host, end)
             return
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,7 +114,7 @@ class Peers:
         self.carrier.add_near(host, here)
 
     def _meet(self, guest: int, end: socket.socket) -> None:
-        if not self._by_memory(end):
+        if end.family != socket.AF_UNIX:
             self._use_far(guest, end)
             return
         with end, suppress(OSError):  # the guest is told
@@ -122,27 +122,21 @@ class Peers:
             (here,) = take_over(end, 1)
             self.carrier.add_near(guest, here)
 
-    def _by_memory(self, end: socket.socket) -> bool:
-        """Whether values go through memory, and not through the connection with a worker."""
-        return end.family == socket.AF_UNIX and self.address != THIS_HOST
-
     def _use_far(self, peer: int, end: socket.socket) -> None:
-        if end.family != socket.AF_UNIX:
-            break_when_silent(end, *self.probes)
+        break_when_silent(end, *self.probes)
         self.carrier.add_far(peer, end)
 
 
 class ConnectedWorker:
     """Worker ``index``. `start` makes it, and lets it be reached; then ``run`` runs the commands that come.
 
-    Workers with which it shares no memory reach it at ``address``: one of TCP, or that of this host. ``end`` is called when the
-    controller is gone.
+    Workers with which it shares no memory reach it at ``address``. ``end`` is called when the controller is gone.
     """
 
     def __init__(
         self,
         index: int,
-        address: str,
+        address: str | None,
         settings: RunSettings,
         end: Callable[[], object] = lambda: None,
     ) -> None:
@@ -152,7 +146,7 @@ class ConnectedWorker:
         """Make the worker, whose controller is at the other ends of these connections."""
         settings, queue = self.settings, MessageQueue()
         torch.set_num_threads(settings.threads)
-        near = messages.type == socket.SOCK_SEQPACKET
+        near = messages.family == socket.AF_UNIX
         controller = WorkerMessageConnection(messages, queue).connection if near else None
         pinned = settings.device != "cpu"
         carrier = WorkerTransport(self.index, pinned=pinned, controller=controller, patience=settings.patience)

@@ -45,7 +45,7 @@ def cluster(
     pin: bool | None = None,
     names: Sequence[str] | None = None,
     timeout: float | None = None,
-    transport: Literal["shared_memory", "sockets", "rpc"] | None = None,
+    transport: Literal["shared_memory", "rpc"] | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
     controller_hosts: bool | None = None,

@@ -15,11 +15,11 @@ def on_devices(devices: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Routes:
-    """The workers, in groups of which each shares memory; between two groups values go by ``far``: by TCP, RPC or sockets.
+    """The workers, in groups of which each shares memory; between two groups values go by TCP.
 
     ``hosts`` has the name of each worker's host, and ``machines`` a text for each worker that is equal for those of one host,
     where names may not tell them apart. ``reasons`` says why a worker shares no memory with others of its host.
-    With TCP they go by RPC, too, where a port cannot be reached. ``on_devices`` has from which worker to which values stay
+    ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
     on GPUs, as far as that was tried; and where they do not, the reason.
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
@@ -29,7 +29,7 @@ class Routes:
     a, b on node1: shared memory
     c on node2
     between these lines: TCP
-    >>> print(Routes.of_host("ab", "node1", True, ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
+    >>> print(Routes.of_host("ab", "node1", ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
     a, b on node1: shared memory
     from a to b: memory of a's GPU, which b maps
     from b to a: shared memory of the host, not of a GPU: no peer access
@@ -39,17 +39,15 @@ class Routes:
     hosts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     reasons: Mapping[int, str] = field(default_factory=dict)
-    far: str = "TCP"
+    only_rpc: bool = False
     devices: tuple[str, ...] = ()
     on_devices: Mapping[tuple[int, int], str] = field(default_factory=dict)
     machines: tuple[str, ...] = ()
 
     @staticmethod
-    def of_host(names: Sequence[str], host: str, shares_memory: bool, devices: tuple[str, ...] = ()) -> "Routes":
-        """Those of workers of one host, all of which share memory, or none."""
-        workers = range(len(names))
-        groups = [tuple(workers)] if shares_memory else [(worker,) for worker in workers]
-        return Routes(tuple(names), (host,) * len(names), tuple(groups), far="sockets", devices=devices)
+    def of_host(names: Sequence[str], host: str, devices: tuple[str, ...] = ()) -> "Routes":
+        """Those of workers of one host, all of which share memory."""
+        return Routes(tuple(names), (host,) * len(names), (tuple(range(len(names))),), devices=devices)
 
     @property
     def has_devices(self) -> bool:
@@ -63,7 +61,7 @@ class Routes:
     def without(self, workers: Collection[int]) -> "Routes":
         """These routes without those from and to some workers.
 
-        >>> print(Routes.of_host("abc", "node1", True).without([1]))
+        >>> print(Routes.of_host("abc", "node1").without([1]))
         a, c on node1: shared memory
         """
         groups = (tuple(each for each in group if each not in workers) for group in self.groups)
@@ -87,6 +85,15 @@ class Routes:
         if self.on_devices.get((one, other)) == "":
             return "GPU memory"
         return "shared memory" if any(one in group and other in group for group in self.groups) else self.far
+
+    @property
+    def far(self) -> str:
+        """How values go between two groups. Where a port cannot be reached they go by RPC, too.
+
+        >>> Routes(("a", "b"), ("node1", "node1"), ((0,), (1,)), only_rpc=True).far
+        'RPC'
+        """
+        return "RPC" if self.only_rpc else "TCP"
 
     def __str__(self) -> str:
         lines = [self._line(group) for group in self.groups]

@@ -191,11 +191,12 @@ def shared_memory() -> Outcome:
     except (OSError, AttributeError) as error:
         return Outcome(
             f"memfd_create does not work here: {error}",
-            "workers pass tensors through sockets instead, which is slower; allow memfd_create in the "
-            "container's seccomp profile",
+            "allow memfd_create in the container's seccomp profile, or write cluster(n, join=True): workers that join pass "
+            "tensors by TCP here",
+            fatal=True,
         )
     if seen != b"pippy":
-        return Outcome("memory is mapped, and not shared", 'give cluster() transport="sockets"', fatal=True)
+        return Outcome("memory is mapped, and not shared", "write cluster(n, join=True)", fatal=True)
     return Outcome("memfd works: tensors pass between workers through memory")
 
 

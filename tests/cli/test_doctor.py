@@ -67,7 +67,7 @@ def said(name):
 @pytest.mark.parametrize(
     ("name", "target", "value", "state", "words"),
     [
-        ("shared memory", (os, "memfd_create"), refused, "warning", "through sockets instead"),
+        ("shared memory", (os, "memfd_create"), refused, "fails", "cluster(n, join=True)"),
         ("system calls", (os, "pidfd_open"), refused, "warning", "pidfd_open does not"),
         ("system calls", (os, "eventfd"), refused, "fails", "a container that allows them"),
         ("loopback", (socket, "if_nameindex"), lambda: [(1, "eth0")], "fails", "ip link set lo up"),

@@ -216,9 +216,9 @@ def test_a_cluster_is_started_when_it_is_asked_for_and_closed_in_the_end():
 
 def test_options_of_the_script_count_more():
     with lazy_cluster(2, Started, threads=1, device="cpu"):
-        options = cluster(threads=4, names=["a", "b"], patience=0.0, transport="rpc", pin=False).options
+        options = cluster(threads=4, names=["a", "b"], patience=0.0, transport="shared_memory", pin=False).options
     assert options["threads"] == 4 and options["names"] == ["a", "b"] and options["device"] == "cpu"
-    assert (options["patience"], options["transport"], options["pin"]) == (0.0, "rpc", False)
+    assert (options["patience"], options["transport"], options["pin"]) == (0.0, "shared_memory", False)
 
 
 def test_another_number_of_workers_is_refused():

@@ -8,17 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 _SO_ATTACH_FILTER = 26
+CONTROLLERS = "controller"  # the name of its process, for the system
 
 
 def cut_connections_to_siblings(silently=False):
-    """Shut down all TCP connections of this process to others that have the same parent; or let nothing in there.
-
-    Not those to rank 0 of torchrun, which has the script.
-    """
+    """Shut down all TCP connections of this process to others of its parent, but for the controller's; or let nothing in."""
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    others = [pid for pid in children if int(pid) != os.getpid() and not _is_rank_0(pid)]
-    siblings = {inode for pid in others for inode in _sockets(pid)}
+    cut = [pid for pid in children if int(pid) != os.getpid() and _name(pid) != CONTROLLERS]
+    siblings = {inode for pid in cut for inode in _sockets(pid)}
     own = _sockets("self")
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inode_of = {(row[1], row[2]): row[9] for row in rows}
@@ -34,8 +32,13 @@ def let_nothing_in(end):
     end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
 
 
-def _is_rank_0(pid):
-    return b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+def call_this_process(name):
+    """Give this process a name for the system."""
+    Path("/proc/self/comm").write_text(name)
+
+
+def _name(pid):
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def _sockets(pid):

@@ -80,6 +80,8 @@ class Worker:
         """Busy until it is released."""
         self.begun.set()
         assert self.released.wait(30)
+        for each in (self.begun, self.released):
+            each.clear()
         return "released"
 
     def await_begun(self) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pippy import Pipe, PipelineDriver1F1B
 from pippy.drivers.base.interrupts import first_waits, uninterrupted
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.local.local_cluster import _chosen_transport
+from pippy.drivers.engines.local.local_cluster import _check_shares_memory
 from pippy.drivers.files.contents import NewCheckpoint
 from pippy.drivers.files.manifest import INDEX, VALUES
 from pippy.drivers.files.synced_files import read_file, write_file
@@ -254,8 +254,8 @@ def test_ctrl_c_leaves_no_descriptor_open_while_two_workers_are_connected():
     connections.close()
 
 
-def test_ctrl_c_leaves_no_descriptor_open_while_the_way_of_values_is_chosen():
-    assert leaks(lambda: _chosen_transport(None), "local_cluster.py") == []
+def test_ctrl_c_leaves_no_descriptor_open_while_memory_that_is_shared_is_tried():
+    assert leaks(_check_shares_memory, "local_cluster.py") == []
 
 
 def test_ctrl_c_leaves_no_descriptor_open_while_standard_error_is_filtered():

@@ -2,11 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 # A python that is told to end as the thread that starts it ends, the tests' own: they may be killed.
@@ -46,27 +44,6 @@ def started(*arguments, host=None, **environment):
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-@contextmanager
-def ranks_of(stand_by, code, count, folder):
-    """Processes with what torchrun tells its own. Rank 0 is started here, the others by a process that has imported torch."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    told |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    ranks = []
-    try:
-        for rank in map(str, range(count)):
-            start = subprocess.Popen if rank == "0" else partial(stand_by.popen, pass_fds=[])
-            own = os.environ | told | {"RANK": rank, "LOCAL_RANK": rank}
-            ranks.append(start([sys.executable, "-c", code], env=own, cwd=folder))
-        yield ranks
-    finally:
-        for rank in ranks:
-            if rank.returncode is None:
-                rank.kill()
-                rank.wait()
 
 
 @contextmanager

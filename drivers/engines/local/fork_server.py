@@ -46,7 +46,6 @@ class LaunchConfig:
 
     Attributes:
         worker: the dotted name of the class that the workers run.
-        transport: how workers pass tensors: "shared_memory", "sockets" or "none".
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
@@ -56,8 +55,8 @@ class LaunchConfig:
         log_level: from which level on records of the workers are sent to the controller.
         start: which start of a worker it is: 1, and one more whenever another process takes its place.
 
-    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", 4711).socket_type.name
-    'SOCK_SEQPACKET'
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cuda:0", "cuda:1"), 1, None, 4711).near(0)
+    [1]
     """
 
     worker: str
@@ -65,7 +64,6 @@ class LaunchConfig:
     devices: tuple[str, ...]
     threads: int
     cores: tuple[int, ...] | None
-    transport: str
     controller: int
     dies_with_thread: bool = False
     sockets: tuple[int, ...] = ()
@@ -74,21 +72,9 @@ class LaunchConfig:
     log_level: int = 30
     start: int = 0
 
-    def near(self, index: int) -> tuple[int, ...]:
+    def near(self, index: int) -> list[int]:
         """The other workers that compute on devices, if values may stay on them on their way from a worker."""
-        if self.transport != "shared_memory":
-            return ()
-        return tuple(worker for worker in on_devices(self.devices) if worker != index)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether messages and values go through memory that both processes see; else they go through sockets."""
-        return self.transport != "sockets"
-
-    @property
-    def socket_type(self) -> socket.SocketKind:
-        """The type of the sockets to the controller: packets that announce what is in memory, or streams."""
-        return socket.SOCK_SEQPACKET if self.shares_memory else socket.SOCK_STREAM
+        return [worker for worker in on_devices(self.devices) if worker != index]
 
 
 @dataclass(frozen=True)
@@ -261,11 +247,9 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
 def run_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
     """Make a worker, let it be reached, and run it."""
     from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
-    from pippy.drivers.wire.messages.doors import THIS_HOST
 
     given = config.worker, config.names, config.devices[index], config.threads, config.timeout, config.patience
-    settings = RunSettings(*given, config.log_level, config.near(index))
-    running = ConnectedWorker(index, THIS_HOST, settings)
+    running = ConnectedWorker(index, None, RunSettings(*given, config.log_level, tuple(config.near(index))))
     messages, urgent = (socket.socket(fileno=each) for each in config.sockets)
     running.start(messages, urgent)
     report(controller, Ready(index, os.getpid(), config.start))

@@ -40,7 +40,7 @@ from pippy.drivers.engines.local.fork_server import (
     send_boot,
 )
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.session.calls import Address
+from pippy.drivers.session.calls import Address, Messages
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.public_calls import placing_words
@@ -68,7 +68,7 @@ class LocalEngine:
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         self._killed_for_memory = killed_for_memory()
-        self.messages = ControllerConnections()
+        self.connections = ControllerConnections()
         self.socket, self.fork_server = self._fork_server()
 
     def _fork_server(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
@@ -97,9 +97,9 @@ class LocalEngine:
 
     def start(self, timeout: float) -> list[Address]:
         """Start the workers, and wait for them."""
-        addresses = self._place(range(len(self.config.names)), time.monotonic() + timeout)
+        self._place(range(len(self.config.names)), timeout)
         self._running = True
-        return list(addresses.values())
+        return [self._address(index) for index in range(len(self.config.names))]
 
     def _address(self, index: int) -> Address:
         return Address(self.config.names[index], socket.gethostname(), self.pids[index], is_here=True)
@@ -120,10 +120,11 @@ class LocalEngine:
         if self.fixed is not None:
             raise ClusterError(self.fixed)
         with in_words("other workers"):
-            return self._place(workers, time.monotonic() + self.timeout)
+            return self._place(workers, self.timeout)
 
-    def _place(self, workers: Iterable[int], deadline: float) -> dict[int, Address]:
+    def _place(self, workers: Iterable[int], within: float) -> dict[int, Address]:
         """Have some workers forked, in the places of those that may be there, and wait for them. Gives where they are."""
+        deadline = time.monotonic() + within
         ends: dict[int, list[socket.socket]] = {}
         with ExitStack() as undo, self._reading:
             if self.fork_server.poll() is not None:
@@ -135,10 +136,10 @@ class LocalEngine:
                 with uninterrupted():
                     ends[index] = self._ask_for(index, undo)
             while not ends.keys() <= self.pids.keys():
-                self._await(deadline, self.timeout)
+                self._await(deadline, within)
             with uninterrupted():
-                for index, (messages, urgent) in ends.items():
-                    self.messages.replace(index, messages, urgent)
+                for index, sockets in ends.items():
+                    self.connections.replace(index, *sockets)
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
@@ -150,7 +151,7 @@ class LocalEngine:
             for index in workers:
                 self._forget(index)
                 self._ask(End(index))
-                self.messages.drop(index)
+                self.connections.drop(index)
 
     def _forget(self, index: int) -> None:
         """Go on without the process of a worker, and what is reported of it from now on."""
@@ -161,7 +162,7 @@ class LocalEngine:
     def _ask_for(self, index: int, undo: ExitStack) -> list[socket.socket]:
         """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
         self._forget(index)
-        pairs = [_pair(undo, self.config.socket_type) for _ in range(2)]
+        pairs = [_pair(undo), _pair(undo)]
         self._ask(Fork(index, self.starts[index]), *(its.fileno() for _, its in pairs))
         for _, its in pairs:
             its.close()
@@ -174,7 +175,12 @@ class LocalEngine:
     @property
     def routes(self) -> Routes:
         """How values go between the workers."""
-        return Routes.of_host(self.config.names, socket.gethostname(), self.config.shares_memory, self.config.devices)
+        return Routes.of_host(self.config.names, socket.gethostname(), self.config.devices)
+
+    @property
+    def messages(self) -> Messages:
+        """What carries messages to the workers."""
+        return self.connections
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
@@ -205,7 +211,7 @@ class LocalEngine:
             with contextlib.suppress(OSError):  # it has ended
                 self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
             self.socket.close()
-            self.messages.close()
+            self.connections.close()
             self._end()
 
     def _end(self) -> None:
@@ -219,7 +225,7 @@ class LocalEngine:
 
     def _await(self, deadline: float, timeout: float) -> None:
         """Take in one report."""
-        if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not select.select([self.socket.fileno()], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise ClusterError(
                 f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
                 f"give cluster() a larger start_timeout, or fewer workers"
@@ -269,15 +275,18 @@ def _directory() -> str | None:
     return None
 
 
-def _pair(undo: ExitStack, kind: socket.SocketKind = socket.SOCK_SEQPACKET) -> tuple[socket.socket, socket.socket]:
-    """Two ends of a socket that only those can use to whom they are handed."""
-    one, other = socket.socketpair(socket.AF_UNIX, kind)
+def _pair(undo: ExitStack) -> tuple[socket.socket, socket.socket]:
+    one, other = socketpair()
     return undo.enter_context(one), undo.enter_context(other)
+
+
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a socket that only those can use to whom they are handed."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 WORKER = "pippy.drivers.worker.worker:Worker"
 DEFAULT_DEVICE = "cpu"  # of workers; the tests' option --device names another
-TRANSPORTS = ("shared_memory", "sockets", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
 @placing_words()
@@ -290,7 +299,7 @@ def local_cluster(
     pin: bool = False,
     names: Sequence[str] | None = None,
     timeout: float = 5.0,
-    transport: Literal["shared_memory", "sockets", "rpc", "none"] | None = None,
+    transport: Literal["shared_memory"] | None = None,
     start_timeout: float = 60.0,
     patience: float | None = None,
     _worker: str = WORKER,
@@ -310,8 +319,7 @@ def local_cluster(
         names: the names of the workers in messages.
         timeout: a worker that does not answer for so many seconds is lost. So is one whose stage holds Python's lock for
             so long, which only a C extension does.
-        transport: how workers pass tensors to one another: through memory that both see, if this host can, or through
-            sockets that they inherit. "rpc", which is for workers of torchrun, means sockets here.
+        transport: how workers pass tensors to one another: "shared_memory" is the only way here.
         start_timeout: how many seconds the workers may take to start.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps; waking it takes longer
             than polling. Default: 1 ms if every worker has cores of its own, else 0.
@@ -325,10 +333,11 @@ def local_cluster(
     names = checked_names(n, names, threads, devices, device, timeout=timeout, start_timeout=start_timeout)
     device_names = tuple(map(device_name, devices if devices is not None else [device or DEFAULT_DEVICE] * n))
     threads = threads or (1 if pin else max(1, len(cores) // n))
-    check_choice("transport", transport, (None, *TRANSPORTS))
+    _check_transport(transport)
     _check_is_only_process(n)
     check_none_open()
     note_local_cluster()
+    _check_shares_memory()
     with in_words(f"{n} workers"):
         if pin:
             _warn_of_shared_cores(names, cores)
@@ -338,7 +347,6 @@ def local_cluster(
             devices=device_names,
             threads=threads,
             cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-            transport=_chosen_transport(transport),
             controller=os.getpid(),
             timeout=timeout,
             patience=polling_time(patience, crowded=n * threads > len(cores)),
@@ -368,24 +376,29 @@ def _check_is_only_process(n: int) -> None:
         )
 
 
-def _chosen_transport(transport: str | None) -> str:
-    """The transport of this name, or the best one for this host: where processes cannot share memory, warn of sockets."""
-    if transport in ("sockets", "rpc", "none"):
-        return "none" if transport == "none" else "sockets"
+def _check_transport(transport: str | None) -> None:
+    """Raise for a way that is not one between processes of a host."""
+    if transport == "rpc":
+        raise ClusterError(
+            'transport="rpc" is for workers that torchrun has started, and this call starts workers on this host, which pass '
+            "values through memory that both see; leave out transport, or start the script with torchrun"
+        )
+    check_choice("transport", transport, (None, "shared_memory"))
+
+
+def _check_shares_memory() -> None:
+    """Raise where processes of this host cannot share memory."""
     try:
         with uninterrupted():
             os.close(os.memfd_create("pippy"))
-        return "shared_memory"
     except (OSError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise host_error(error, "memory that workers share") from error
-        why = f"this host cannot share memory between processes ({error})"
-    if transport == "shared_memory":
         raise ClusterError(
-            f'transport="shared_memory" is not available: {why}; leave transport out, and the workers use sockets'
-        )
-    warn(f"{why}; the workers pass tensors through sockets instead, which is slower")
-    return "sockets"
+            f"this host cannot share memory between processes, because memfd_create does not work here ({error}); allow "
+            "memfd_create in the container's seccomp profile, or write cluster(n, join=True): workers that join pass values "
+            "by TCP here"
+        ) from error
 
 
 def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:

@@ -12,16 +12,18 @@ The processes run already: the engine joins them, and tells them to leave.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch.futures import Future
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import keep_freed_memory
+from pippy.drivers.base.sign_process import FarSigns
 from pippy.drivers.engines.arguments import (
     check_choice,
     check_devices,
@@ -39,10 +41,63 @@ from pippy.drivers.engines.torchrun.ranks import CONTROLLER, RankInfo
 from pippy.drivers.engines.torchrun.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerMessages, OwnMessages
-from pippy.drivers.wire.pickling import pickle_message
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections, OwnMessages
+from pippy.drivers.wire.pickling import Pickled, pickle_message
+from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.ir.base.readable import brief
 from pippy.ir.base.source import warn
+
+
+class ControllerMessages:
+    """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
+
+    With ``far`` those get connections, too. ``own`` has the workers of this process.
+
+    >>> ControllerMessages(["a", "b", "c"], near=[0], far=True).connect(1, 2), ControllerMessages(["a", "b"]).connect(0, 1)
+    (1, None)
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        near: Collection[int] = (),
+        connections: ControllerConnections | None = None,
+        far: bool = False,
+        own: Mapping[int, OwnMessages] = {},
+    ) -> None:
+        self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
+        self.far, self.own = far, own
+
+    @property
+    def signs(self) -> FarSigns:
+        """What is said of the processes of other hosts."""
+        return self.connections.signs
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        """Put a message into a worker's queue; the future has its answer."""
+        if worker in self.own:
+            return self.own[worker].post(number, pickled)
+        if worker in self.near:
+            return self.connections.post(worker, number, pickled)
+        return rpc.post(self.names[worker], number, pickled)
+
+    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
+        """Send a message that is answered even while the worker computes."""
+        if worker in self.own:
+            return self.own[worker].urgent(pickled)
+        if worker in self.near:
+            return self.connections.urgent(worker, pickled)
+        return rpc.urgent(self.names[worker], pickled)
+
+    def connect(self, one: int, other: int) -> int | None:
+        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
+        if one in self.near and other in self.near:
+            return self.connections.connect(one, other)
+        return one if self.far else None
+
+    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
+        """Sleep until an answer comes over a connection, or the event is set, or the time is up."""
+        self.connections.wait(wakeup, timeout)
 
 
 class TorchrunEngine:
@@ -154,7 +209,7 @@ def torchrun_cluster(
     keep_freed_memory()
     met = meet(rank_info, names, start_timeout, transport, *link_of_rank(rank_info), own_device)
     address = None if transport == "rpc" else met.link.address
-    met.routes = replace(met.routes, far="RPC" if address is None else "TCP")
+    met.routes = replace(met.routes, only_rpc=address is None)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
     join = partial(_join, rank_info, met, timeout)
     if rank_info.rank:

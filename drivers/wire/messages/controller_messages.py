@@ -1,4 +1,4 @@
-"""The controller's messages: to workers of its process, to others of its host over connections, elsewhere by RPC.
+"""The controller's messages to workers of its own process, and to others over connections.
 
 `ControllerConnections` are those to workers of its host, and to others where no RPC goes there. A call of RPC takes several
 threads on either side, one after the other. What a step needs is one message and one answer for each worker: here the thread
@@ -11,7 +11,7 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.futures import Future
 from pippy.drivers.base.host_errors import in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.sign_process import FarSigns
-from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.worker_messages import MessageConnection, MessageQueue, MessageStream, answer_at_once
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -125,7 +124,7 @@ class ControllerConnections:
     def _put(self, places: dict[int, int], worker: int, end: socket.socket) -> None:
         """Use a socket to a worker from now on."""
         at = places.setdefault(worker, len(self._ends))
-        if end.type == socket.SOCK_SEQPACKET:
+        if end.family == socket.AF_UNIX:
             made: MessageConnection | MessageStream = MessageConnection(end, partial(self._answered, at))
             self._open[end.fileno()] = at
         else:
@@ -217,55 +216,3 @@ def _own(pickled: Pickled) -> Pickled:
     """A copy that shares no memory. The worker can train with its tensors, even if the script is in inference mode."""
     with torch.inference_mode(False):
         return Pickled(pickled.data, copied(pickled.tensors))
-
-
-class ControllerMessages:
-    """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
-
-    With ``far`` those get connections, too. ``own`` has the workers of this process.
-
-    >>> ControllerMessages(["a", "b", "c"], near=[0], far=True).connect(1, 2), ControllerMessages(["a", "b"]).connect(0, 1)
-    (1, None)
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str] = (),
-        near: Collection[int] = (),
-        connections: ControllerConnections | None = None,
-        far: bool = False,
-        own: Mapping[int, OwnMessages] = {},
-    ) -> None:
-        self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
-        self.far, self.own = far, own
-
-    @property
-    def signs(self) -> FarSigns:
-        """What is said of the processes of other hosts."""
-        return self.connections.signs
-
-    def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-        """Put a message into a worker's queue; the future has its answer."""
-        if worker in self.own:
-            return self.own[worker].post(number, pickled)
-        if worker in self.near:
-            return self.connections.post(worker, number, pickled)
-        return rpc.post(self.names[worker], number, pickled)
-
-    def urgent(self, worker: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-        """Send a message that is answered even while the worker computes."""
-        if worker in self.own:
-            return self.own[worker].urgent(pickled)
-        if worker in self.near:
-            return self.connections.urgent(worker, pickled)
-        return rpc.urgent(self.names[worker], pickled)
-
-    def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
-        if one in self.near and other in self.near:
-            return self.connections.connect(one, other)
-        return one if self.far else None
-
-    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
-        """Sleep until an answer comes over a connection, or the event is set, or the time is up."""
-        self.connections.wait(wakeup, timeout)

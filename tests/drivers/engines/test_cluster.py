@@ -36,8 +36,8 @@ LARGE = torch.arange(20_000_000)  # more bytes than shared memory for messages i
 STAND_IN = "tests.drivers.scripted_worker:Worker"
 
 
-def start(n=2, *, worker=STAND_IN, transport="none", **options):
-    return local_cluster(n, transport=transport, timeout=20.0, _worker=worker, **options)
+def start(n=2, *, worker=STAND_IN, **options):
+    return local_cluster(n, timeout=20.0, _worker=worker, **options)
 
 
 @pytest.fixture(scope="module")
@@ -134,27 +134,6 @@ def test_a_worker_that_computes_longer_than_the_timeout_is_not_lost(cluster, mon
     monkeypatch.setattr(cluster.session, "interval", 0.1)
     monkeypatch.setattr(cluster.session, "timeout", 2.0)
     assert ask(cluster, 0, "compute", 2.5) == 2.5
-
-
-@pytest.mark.usefixtures("alone")
-def test_messages_through_sockets():
-    """As by memory: in order, also large ones; urgent ones while a worker is busy; a worker that is killed is lost at once."""
-    with opened(transport="sockets") as cluster:
-        session = cluster.session
-        calls = [session.send(0, ("note", number)) for number in range(100)]
-        assert sum(1 for _ in session.completed(calls)) == 100
-        assert ask(cluster, 0, "noted") == list(range(100))
-        assert torch.equal(ask(cluster, 0, "echo", LARGE), LARGE)
-        busy = session.send(0, ("hold",))
-        assert session.answer(session.urgent(0, ("await_begun",)))
-        assert cluster.dump(timeout=10) == "'worker0': does ('hold',)\n'worker1': waits for a message"
-        session.answer(session.urgent(0, ("release",)))
-        assert session.answer(busy) == "released"
-        waiting = session.send(1, ("block",))
-        os.kill(pids(cluster)[1], signal.SIGKILL)
-        lost = pytest.raises(WorkerLostError, match=r"'worker1'.*SIGKILL")
-        with hearing_of_deaths(session), within(1.0), lost:
-            session.answer(waiting)
 
 
 def test_large_messages_leave_no_shared_memory(cluster):
@@ -288,7 +267,8 @@ def test_what_the_fork_server_said_is_heard_where_it_ended_with_a_request_unread
         ({"n": 2, "devices": ["cpu"]}, "one device for each"),
         ({"n": 2, "devices": ["cpu"] * 2, "device": "cpu"}, "give only one of the two"),
         ({"n": 2, "timeout": 0}, "timeout=0: give a number of seconds, more than 0"),
-        ({"n": 2, "transport": "pigeon"}, "transport must be one of"),
+        ({"n": 2, "transport": "pigeon"}, "transport must be one of None, 'shared_memory'"),
+        ({"n": 2, "transport": "rpc"}, "is for workers that torchrun has started, .*; leave out transport, or start"),
         ({"n": 2, "patience": 2.0}, "patience=2.0: give how many .*, from 0 to 1"),
         ({"n": 2, "patience": -1}, "patience=-1: give how many .*, from 0 to 1"),
     ],
@@ -301,7 +281,7 @@ def test_wrong_arguments_are_refused_before_anything_starts(options, words):
 SCRIPT = f"""
 import os, sys
 from pippy.drivers.engines.local.local_cluster import local_cluster
-cluster = local_cluster(2, transport="none", _worker="{STAND_IN}")
+cluster = local_cluster(2, _worker="{STAND_IN}")
 fork_server = cluster.session.answer(cluster.session.send(0, ("parent",)))
 print(fork_server, *[each.pid for each in cluster.session.workers], flush=True)
 """
@@ -346,9 +326,10 @@ def test_other_systems_are_refused(monkeypatch):
 
 
 def test_shared_memory_that_cannot_be_had_is_refused(monkeypatch):
+    """What the error advises is tried in test_joined.py."""
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ClusterError, match=r'transport="shared_memory" is not available.*leave transport out'):
-        local_cluster(2, transport="shared_memory")
+    with pytest.raises(ClusterError, match=r"memfd_create does not work here .*seccomp.*cluster\(n, join=True\)"):
+        local_cluster(2)
 
 
 SMALL = """

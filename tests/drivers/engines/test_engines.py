@@ -1,6 +1,8 @@
 """All engines keep one contract."""
 
-from functools import partial
+import os
+import socket
+import sys
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
 from tests.drivers.launched_cluster import launched_cluster
 from tests.drivers.thread_cluster import ThreadEngine
-from tests.drivers.torchrun_jobs import ROOT, ranks_of
+from tests.drivers.torchrun_jobs import ROOT
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -21,8 +23,8 @@ def by_threads(folder):
     return Cluster(engine.names, start(engine, 5.0, 60.0), engine)
 
 
-def by_processes(folder, **options):
-    return local_cluster(2, names=["a", "b"], threads=1, _worker="tests.drivers.scripted_worker:Worker", **options)
+def by_processes(folder):
+    return local_cluster(2, names=["a", "b"], threads=1, _worker="tests.drivers.scripted_worker:Worker")
 
 
 def by_jobs(folder):
@@ -31,11 +33,11 @@ def by_jobs(folder):
 
 @pytest.mark.parametrize(
     "engine",
-    [by_threads, by_processes, partial(by_processes, transport="sockets"), by_jobs],
-    ids=["threads", "processes", "processes by sockets", "jobs of another system"],
+    [by_threads, by_processes, by_jobs],
+    ids=["threads", "processes", "jobs of another system"],
 )
 def test_an_engine_keeps_the_contract(engine, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(ROOT)  # from where the jobs import the tests
     with info_is_logged():
         cluster = engine(tmp_path)
         try:
@@ -50,7 +52,6 @@ from unittest.mock import patch
 from pippy import cluster
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
-from tests.drivers.thread_cluster import ThreadEngine
 
 with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
     workers = cluster(names=["a", "b"], **OPTIONS)
@@ -62,6 +63,29 @@ open("kept", "w")
 @pytest.mark.parametrize("options", [{}, {"transport": "rpc"}], ids=["", "by rpc"])
 def test_ranks_keep_the_contract(quick_clusters, options, tmp_path):
     """Two processes with what torchrun tells its own; torchrun itself is in test_torchrun.py."""
-    with ranks_of(quick_clusters, RANK.replace("**OPTIONS", f"**{options!r}"), 2, tmp_path) as ranks:
+    code = RANK.replace("**OPTIONS", f"**{options!r}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    ranks = [
+        quick_clusters.popen(
+            [sys.executable, "-c", code],
+            pass_fds=[],
+            env=os.environ | told | {"RANK": rank, "LOCAL_RANK": rank},
+            cwd=tmp_path,
+        )
+        for rank in "01"
+    ]
+    try:
         assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                rank.wait()
     assert (tmp_path / "kept").exists()

@@ -86,6 +86,18 @@ def strangers_at(place, stack):
         stranger.connect_ex(place)
 
 
+def test_a_host_that_shares_no_memory_has_workers_that_join(shells, expected, in_float64, monkeypatch):
+    """As the error of a local cluster there advises. All connections are of TCP."""
+    for _ in range(3):
+        shells.worker(first="del os.memfd_create")
+    monkeypatch.delattr(os, "memfd_create")
+    with cluster(3, join=shells.join, secret_file=shells.secret_file, timeout=20.0, start_timeout=100) as workers:
+        assert sorted(map(len, workers.routes.groups)) == [1, 1, 1]
+        run = Run(workers)
+        run.steps(0, STEPS)
+        assert run.losses == expected[0]
+
+
 def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_come_back(
     shells, expected, in_float64, tmp_path, monkeypatch
 ):

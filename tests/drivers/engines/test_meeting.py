@@ -15,13 +15,12 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import meeting, ranks
 from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
 from pippy.drivers.engines.torchrun.ranks import RankInfo
-from pippy.drivers.engines.torchrun.torchrun import TorchrunEngine
+from pippy.drivers.engines.torchrun.torchrun import ControllerMessages, TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.protocol.commands import ComeIn, Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerMessages
 from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.messages.handed_sockets import close_all
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
@@ -142,14 +141,13 @@ def session(**options):
 
 def test_of_two_workers_one_opens_a_door_and_the_other_comes_in_once(monkeypatch):
     """Those of one host share memory. One that cannot is asked again."""
-    answers = ["a door", None, DeliveryFailure("no free file descriptor"), "a door", None]
+    answers = [DOOR, None, DeliveryFailure("no free file descriptor"), DOOR, None]
     asked = []
 
     def urgent(name, pickled):
         asked.append((name, unpickle(pickled)))
         future = torch.futures.Future()
-        answer = answers.pop(0)
-        future.set_result(pickle_message(DOOR if answer == "a door" else answer))
+        future.set_result(pickle_message(answers[len(asked) - 1]))
         return future
 
     monkeypatch.setattr(rpc, "urgent", urgent)
@@ -157,14 +155,14 @@ def test_of_two_workers_one_opens_a_door_and_the_other_comes_in_once(monkeypatch
     for _ in range(2):
         here.connect(3, {4})
     with pytest.raises(ClusterError, match="no free file descriptor"):
-        here.connect(5, {1})
-    here.connect(5, {1})
-    assert [(name, getattr(message, "near", None)) for name, message in asked] == [
-        ("w3", True),
-        ("w4", None),
-        ("w1", False),
-        ("w1", False),
-        ("w5", None),
+        here.connect(5, {2})
+    here.connect(5, {2})
+    assert [(name, message) for name, message in asked] == [
+        ("w3", Connect(3, 4, near=True)),
+        ("w4", ComeIn(3, DOOR)),
+        ("w2", Connect(2, 5, near=True)),
+        ("w2", Connect(2, 5, near=True)),
+        ("w5", ComeIn(2, DOOR)),
     ]
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def start(n=2, **options):
-    return local_cluster(n, transport="none", timeout=20.0, _worker=STAND_IN, **options)
+    return local_cluster(n, timeout=20.0, _worker=STAND_IN, **options)
 
 
 def answers(cluster):
@@ -115,7 +115,7 @@ def capabilities(*kept):
 def tries(n=2, **options):
     '''The error of a start, or the answers of the workers.'''
     try:
-        with local_cluster(n, threads=1, transport="none", _worker="{STAND_IN}", **options) as cluster:
+        with local_cluster(n, threads=1, _worker="{STAND_IN}", **options) as cluster:
             return [cluster.session.answer(cluster.session.send(each, ("echo", each))) for each in range(n)]
     except ClusterError as error:
         return f"{{type(error).__name__}}: {{error}}"

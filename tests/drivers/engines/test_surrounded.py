@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def start(n):
-    return local_cluster(n, transport="none", timeout=20.0, _worker=STAND_IN)
+    return local_cluster(n, timeout=20.0, _worker=STAND_IN)
 
 
 def ask(cluster, worker, *message):

@@ -89,7 +89,7 @@ def test_the_text_shows_who_hands_on():
 
 
 def test_on_one_host_nothing_changes():
-    assert Routes.of_host("abcd", "node1", True).hosts_of([0, 1, 2, 3]) is None
+    assert Routes.of_host("abcd", "node1").hosts_of([0, 1, 2, 3]) is None
     assert lowered((0, 0, 0, 0)).orders == lowered(None).orders
     assert "hosts" not in str(lowered(None))
 
