@@ -1,8 +1,10 @@
 """All engines keep one contract."""
 
+import inspect
 import os
 import socket
 import sys
+import textwrap
 
 import pytest
 
@@ -11,7 +13,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
-from tests.drivers.launched_cluster import launched_cluster
+from tests.drivers.launched_cluster import LaunchedEngine, launched_cluster
 from tests.drivers.thread_cluster import ThreadEngine
 from tests.drivers.torchrun_jobs import ROOT
 
@@ -44,6 +46,11 @@ def test_an_engine_keeps_the_contract(engine, tmp_path, monkeypatch):
             keep(cluster)
         finally:
             cluster.close()
+
+
+def test_the_page_for_those_who_change_pippy_shows_the_launcher():
+    page = (ROOT / "docs/changing.md").read_text()
+    assert textwrap.indent(inspect.getsource(LaunchedEngine), "    ") in page
 
 
 RANK = """
