@@ -1,6 +1,7 @@
 """How the ranks that torchrun has started meet: they tell each other where they are, before RPC connects them.
 
-The ranks of one host find each other: a rank gets two sockets to the first of them, which can make more.
+The ranks of one host find each other: a rank tries to share memory with the first of them. On the host of rank 0 the sockets of
+that try carry its messages; elsewhere they are closed, and two workers meet at a door later, when the controller says so.
 
     each rank       writes its host on the board: ranks with the same host may be neighbours
     the first rank  opens a door (doors.py)
