@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.base.interrupts import put_off
-from pippy.drivers.engines.engine import Engine
+from pippy.drivers.base.interrupts import put_off, uninterrupted
+from pippy.drivers.engines.engine import Engine, start
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.session import Session
 from pippy.ir.base.readable import brief, count_with_noun, html_table, shortened, text_table
@@ -366,8 +366,17 @@ def _cluster_of(thread: threading.Thread) -> Cluster | None:
     return entered[-1] if entered else _open(_opened.get(thread))
 
 
-def note_opened_cluster(cluster: Cluster) -> Cluster:
-    """Note that this thread has opened a cluster."""
+def opened(make: Callable[[], Engine], timeout: float, start_timeout: float) -> Cluster:
+    """The cluster of an engine, which this thread has opened. The engine is closed if its workers do not start."""
+    engine = None
+    try:
+        with uninterrupted():  # or processes would run that nobody knows of
+            engine = make()
+        cluster = Cluster(engine.names, start(engine, timeout, start_timeout), engine, engine.device_type)
+    except BaseException as error:
+        if engine is not None:
+            engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
+        raise
     _opened[threading.current_thread()] = weakref.ref(cluster)
     return cluster
 

@@ -20,12 +20,18 @@ from pippy.drivers.session.session import Session
 
 
 class Engine(Protocol):
-    """The workers of one cluster, as the operating system, or another program, has them.
+    """The workers of one cluster, as the operating system, or another program, has them: their ``names``, and their devices.
 
     ``fixed`` is why a worker cannot be replaced; None if it can. ``recovery_advice`` ends the error for a lost worker.
     ``messages``, once the workers are started, carries the controller's messages to them, and ``routes`` says how values go
     between them.
     """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def device_type(self) -> str: ...
 
     @property
     def fixed(self) -> str | None: ...

@@ -125,9 +125,9 @@ class Ping:
 
 @dataclass(frozen=True)
 class Connect:
-    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker.
+    """Urgent: worker ``one``, which gets this, is to let the ``other`` in. With ``near`` the two can share memory.
 
-    If the answer is an Invitation, the other worker is to come in. With ``near`` the two can share memory.
+    The answer is an Invitation for the other; None if the two go on without a connection.
     """
 
     one: int
@@ -141,13 +141,6 @@ class ComeIn:
 
     host: int
     invitation: Invitation
-
-
-@dataclass(frozen=True)
-class Invite:
-    """Urgent, from worker ``guest`` of another host: open a door for it. The answer is an Invitation, or None."""
-
-    guest: int
 
 
 # Messages after which workers need connections with each other.

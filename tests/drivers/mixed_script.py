@@ -20,8 +20,9 @@ import pippy
 from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
-from pippy.drivers.engines.torchrun.torchrun_worker import FarPeers
+from pippy.drivers.engines.connected_worker import Peers
 from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.wire.messages import doors, rpc
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.worker_transport import WorkerTransport
@@ -178,27 +179,24 @@ def close_doors():
     doors.socket_for = closed
 
 
-def wait_little_for_rank_3():
+def wait_little_for_rank_1():
     """A connection to the rank that lets nothing in is given up, there and here, after a second or two, not after ten."""
-    dial, invite = FarPeers.dial, FarPeers.invite
+    inner = Peers.answer
 
-    def dialled(peers, peer):
-        with patch.object(peers, "within", 1.0 if peer == 3 else peers.within):
-            dial(peers, peer)
+    def answered(peers, message):
+        peer = message.other if isinstance(message, Connect) else message.host
+        with patch.object(peers, "timeout", 2.0 if 1 in (peers.index, peer) else peers.timeout):
+            return inner(peers, message)
 
-    def invited(peers, guest):
-        with patch.object(peers, "within", 1.0 if peers.index == 3 else peers.within):
-            return invite(peers, guest)
-
-    FarPeers.dial, FarPeers.invite = dialled, invited
+    Peers.answer = answered
 
 
 for kind in ("deliver", "post", "urgent"):
     tell(kind)
 tell_of_connections()
 tell_of_posts()
-wait_little_for_rank_3()
-if os.environ["RANK"] == "3":  # the highest opens the doors
+wait_little_for_rank_1()
+if os.environ["RANK"] == "1":  # of two, the lower opens the door
     close_doors()
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)

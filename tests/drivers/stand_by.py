@@ -25,8 +25,8 @@ import threading
 import types
 from unittest.mock import patch
 
+from pippy.drivers.engines.connected_worker import load
 from pippy.drivers.engines.local import local_cluster
-from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.engines.local.local_cluster import WORKER
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -41,6 +41,7 @@ class ThreadEngine:
 
     fixed = "the workers are threads of this process, which do not die alone"
     recovery_advice = RECOVERY_ADVICE
+    device_type = "cpu"
 
     def __init__(
         self,

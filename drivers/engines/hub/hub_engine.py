@@ -23,9 +23,7 @@ from typing import Any, Generic
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
-from pippy.drivers.engines.cluster import Cluster, note_opened_cluster
-from pippy.drivers.engines.engine import start
-from pippy.drivers.engines.hub.hub_worker import RunSettings
+from pippy.drivers.engines.connected_worker import RunSettings
 from pippy.drivers.engines.hub.members import AnyMember, WaitingWorkers, WorkerPlaces, await_any
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
@@ -49,7 +47,7 @@ class HubEngine(ABC, Generic[AnyMember]):
 
     def __init__(self, launch: Any) -> None:
         self.launch, self.owner = launch, os.getpid()
-        self.places = WorkerPlaces(launch.names)
+        self.names, self.places = tuple(launch.names), WorkerPlaces(launch.names)
         self.messages = self.places.messages
         self._at: dict[int, AnyMember] = {}  # those that run
         self._waiting = WaitingWorkers[AnyMember](self.places, self.dropped)
@@ -94,6 +92,11 @@ class HubEngine(ABC, Generic[AnyMember]):
     def fixed(self) -> str | None:
         """Why a worker cannot be replaced; None if it can."""
         return self.over if self._closed or os.getpid() != self.owner else None
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the workers."""
+        return self.places.device_type
 
     @property
     def routes(self) -> Routes:
@@ -271,14 +274,3 @@ def _near_pair(end: socket.socket, timeout: float) -> SocketPair:
     if own is None:
         raise OSError(why)
     return own
-
-
-def opened(engine: HubEngine[Any], timeout: float, start_timeout: float) -> Cluster:
-    """The cluster of an engine, whose members come and start."""
-    try:
-        session = start(engine, timeout, start_timeout)
-        cluster = Cluster(engine.launch.names, session, engine, engine.places.device_type)
-        return note_opened_cluster(cluster)
-    except BaseException as error:
-        engine.close(lost=f"the cluster did not start: {str(error) or type(error).__name__}")
-        raise

@@ -1,11 +1,7 @@
 """A worker in a process that pippy did not start: from its first words to its end.
 
 A `MemberWorker` has come in, and waits until it is told which worker it is: at once, or when it is to take the place of one
-that was lost. It ends when the controller says so, or is gone.
-
-Then it runs as a `ConnectedWorker`. That has two more connections with the controller: for the messages that its main thread
-takes, and for urgent ones. With each worker that it passes values to or takes them from it gets another one, when the
-controller says so.
+that was lost. It ends when the controller says so, or is gone. Then it runs as a `ConnectedWorker`.
 """
 
 import os
@@ -15,53 +11,20 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
-
-import torch
 
 from pippy.drivers.base.process import began, exit_at_once
 from pippy.drivers.base.sign_process import start_sign_process
+from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
 from pippy.drivers.engines.hub.members import ControlLines
-from pippy.drivers.engines.local.fork_server import load
-from pippy.drivers.protocol.commands import ComeIn, Connect
-from pippy.drivers.wire.gpu.device_transport import for_device
-from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in, joined_address
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, hand_over, shared_memory_of, take_over, this_host
+from pippy.drivers.wire.messages.doors import Invitation, come_in, joined_address
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, shared_memory_of, take_over, this_host
 from pippy.drivers.wire.messages.sockets import break_when_silent
-from pippy.drivers.wire.messages.worker_messages import (
-    MessageQueue,
-    MessageStream,
-    UrgentConnection,
-    WorkerMessageConnection,
-    answer_at_once,
-)
-from pippy.drivers.wire.worker_transport import WorkerTransport
-from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.readable import count_with_noun
 
 _SILENCE = 5.0  # the seconds of cluster(timeout=), until the controller has said them
 _BROKEN = 5.0  # seconds in which the controller says why a connection for messages has ended
 _LONGEST = 4000  # characters of a traceback that the controller is told
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What a worker computes with. ``worker`` is the dotted name of the class that runs; records of its process are sent to the
-    controller from ``log_level`` on.
-
-    >>> RunSettings("package.module:Class", ("a", "b"), "cpu", 1, 5.0, 0.0).threads
-    1
-    """
-
-    worker: str
-    names: tuple[str, ...]
-    device: str
-    threads: int
-    timeout: float
-    patience: float
-    log_level: int = 30
 
 
 def place_of_this_process() -> dict[str, Any]:
@@ -78,84 +41,6 @@ def place_of_this_process() -> dict[str, Any]:
         "memory": shared_memory_of(),
         "cores": sorted(os.sched_getaffinity(0)),
     }
-
-
-class ConnectedWorker:
-    """Worker ``index``. Workers of other hosts reach it at ``address``. ``end`` is called when the controller is gone."""
-
-    def __init__(self, index: int, address: str, settings: RunSettings, end: Callable[[], object]) -> None:
-        self.index, self.address, self.settings, self._end = index, address, settings, end
-
-    def run(self, messages: socket.socket, urgent: socket.socket) -> None:
-        """Run the commands that come over these connections, until this process ends."""
-        settings, queue = self.settings, MessageQueue()
-        torch.set_num_threads(settings.threads)
-        near = messages.family == socket.AF_UNIX
-        controller = WorkerMessageConnection(messages, queue).connection if near else None
-        pinned = settings.device != "cpu"
-        self.carrier = WorkerTransport(self.index, pinned=pinned, controller=controller, patience=settings.patience)
-        transport, copies = for_device(settings.device, self.carrier)
-        place = self.index, settings.names, queue, transport, settings.device, settings.threads
-        self.worker = load(settings.worker)(WorkerContext(*place, copies=copies, log_level=settings.log_level))
-        if near:
-            threading.Thread(target=self._end_after, args=(urgent,), daemon=True).start()
-        else:
-            MessageStream(urgent, lambda at, message, send: send(at, answer_at_once(self.urgent, message)), self._broke)
-            MessageStream(
-                messages, lambda at, message, send: queue.put_pickled(at, message, partial(send, at)), self._broke
-            )
-        self.worker.run()
-
-    def urgent(self, message: Any) -> Any:
-        """Answer at once, on a thread that is not the worker's own."""
-        if isinstance(message, Connect):
-            address = THIS_HOST if message.near else self.address
-            return Door(address, [message.other], self._meet_peer, self.settings.timeout).invitation
-        if isinstance(message, ComeIn):
-            return self._come_in(message.host, message.invitation)
-        return self.worker.urgent(message)
-
-    def _come_in(self, host: int, invitation: Invitation) -> None:
-        within = self.settings.timeout / 2
-        try:
-            end = come_in(invitation, self.index, within)
-        except OSError as error:
-            raise OSError(
-                f"it gets no connection with worker {self.settings.names[host]!r} at {invitation.address}, port "
-                f"{invitation.port}: {error}. Workers of different hosts connect with each other, at ports that their systems "
-                "choose: a firewall between the hosts must let them, and a tunnel from each to the script is not enough"
-            ) from error
-        if end.family != socket.AF_UNIX:
-            self._use_far(host, end)
-            return
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with end, there:
-            end.settimeout(within)
-            if why := hand_over(end, [there]):
-                here.close()
-                raise OSError(f"worker {host} could not take a socket: {why}")
-        self.carrier.add_near(host, here)
-
-    def _meet_peer(self, guest: int, end: socket.socket) -> None:
-        if end.family != socket.AF_UNIX:
-            self._use_far(guest, end)
-            return
-        with end, suppress(OSError):  # the guest is told
-            end.settimeout(self.settings.timeout)
-            (here,) = take_over(end, 1)
-            self.carrier.add_near(guest, here)
-
-    def _use_far(self, peer: int, end: socket.socket) -> None:
-        break_when_silent(end, self.settings.timeout)
-        self.carrier.add_far(peer, end)
-
-    def _broke(self, *_: Any) -> None:
-        self._end()
-
-    def _end_after(self, urgent: socket.socket) -> None:
-        """Answer urgent messages. When the controller is gone, this process ends, whatever its main thread computes."""
-        UrgentConnection(urgent, self.urgent).start().join()
-        self._end()
 
 
 class MemberWorker:
@@ -211,7 +96,9 @@ class MemberWorker:
         self.say(
             f"is worker {settings.names[index]!r} (number {index} of {len(settings.names)}): {settings.device}, {threads}"
         )
-        ConnectedWorker(index, self.address, settings, self._broke).run(messages, urgent)
+        worker = ConnectedWorker(index, self.address, settings, self._broke)
+        worker.start(messages, urgent)
+        worker.run()
         raise RuntimeError("the worker has ended by itself")
 
     def _connections(self, run: dict[str, Any], timeout: float) -> SocketPair:

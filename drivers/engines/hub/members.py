@@ -33,21 +33,6 @@ from pippy.drivers.wire.messages.handed_sockets import SocketPair, shared_memory
 from pippy.drivers.wire.pollable_event import PollableEvent
 
 
-class ConnectionsAnywhere(ControllerConnections):
-    """The controller's connections to workers anywhere. ``near`` are those of its own host.
-
-    Two of them get a socket from here; of two others, the first opens a door for the second.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near: set[int] = set()
-
-    def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
-        return super().connect(one, other) if self.near >= {one, other} else one
-
-
 class WorkerPlaces:
     """The place of each worker, by its number, as `place_of_this_process` gave it there; and the messages to them.
 
@@ -61,7 +46,7 @@ class WorkerPlaces:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.messages = tuple(names), ConnectionsAnywhere()
+        self.names, self.messages = tuple(names), ControllerConnections()
         self.of: dict[int, dict[str, Any]] = {}
         self.memory = shared_memory_of()
 
@@ -92,7 +77,6 @@ class WorkerPlaces:
 
     def connected(self, worker: int, ends: SocketPair, signs: socket.socket | None = None) -> None:
         """Use these connections with a worker, and with its sign process, from now on. Ctrl-C must wait meanwhile."""
-        self.messages.near = self.messages.near - {worker} | ({worker} if self.is_near(self.of[worker]) else set())
         self.messages.replace(worker, *ends)
         if signs is not None:
             self.messages.signs.take(worker, signs)

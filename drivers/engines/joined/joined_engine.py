@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.engines.arguments import checked_names, polling_time
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
-from pippy.drivers.engines.hub.hub_engine import HubEngine, opened
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
+from pippy.drivers.engines.hub.hub_engine import HubEngine
 from pippy.drivers.engines.hub.members import Member, await_any, say
 from pippy.drivers.engines.joined.address import (
     DEFAULT_SECRET,
@@ -203,5 +204,5 @@ def joined_cluster(
     polling_time(patience, crowded=False)
     check_none_open()
     note_local_cluster()
-    engine = JoinedEngine(JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience))
-    return opened(engine, timeout, start_timeout)
+    launch = JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience)
+    return opened(partial(JoinedEngine, launch), timeout, start_timeout)

@@ -12,9 +12,9 @@ from typing import NoReturn
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import keep_freed_memory
 from pippy.drivers.engines.arguments import check_seconds, check_threads, device_name
+from pippy.drivers.engines.connected_worker import load
 from pippy.drivers.engines.hub.hub_worker import MemberWorker, place_of_this_process
 from pippy.drivers.engines.joined.address import secret_in, split_address
-from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.wire.messages.doors import GuestRefused, Invitation, come_in, joined_address
 

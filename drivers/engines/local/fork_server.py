@@ -23,7 +23,6 @@ processes may still come.
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import pickle
 import select
@@ -39,8 +38,6 @@ from typing import NoReturn
 from pippy.drivers.base.host_errors import HostError, in_words, no_descriptor
 from pippy.drivers.base.process import exit_at_once, open_standard_streams
 from pippy.drivers.engines.routes import on_devices
-
-CONTROLLER = "controller"  # its name for RPC
 
 
 @dataclass(frozen=True)
@@ -218,13 +215,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def start_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> NoReturn:
+def start_worker(index: int, config: LaunchConfig, controller: socket.socket) -> NoReturn:
     """Run a worker in this process, then exit."""
     status = 1
     try:
         with in_words(f"worker {config.names[index]!r}"):
             become_worker(index, config, controller)
-            run_worker(index, worker, config, controller)
+            run_worker(index, config, controller)
         status = 0
     except BaseException as error:
         text = str(error) if isinstance(error, HostError) else traceback.format_exc()
@@ -247,34 +244,17 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def run_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> None:
+def run_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
     """Make a worker, let it be reached, and run it."""
-    import torch
+    from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
 
-    from pippy.drivers.wire.gpu.device_transport import for_device
-    from pippy.drivers.wire.messages.worker_messages import MessageQueue, UrgentConnection, WorkerMessageConnection
-    from pippy.drivers.wire.worker_transport import WorkerTransport
-    from pippy.drivers.worker.worker_context import WorkerContext
-
-    torch.set_num_threads(config.threads)
-    device, messages = config.devices[index], MessageQueue()
-    ours, urgent = (socket.socket(fileno=each) for each in config.sockets)
-    carrier = WorkerTransport(
-        index,
-        pinned=device != "cpu",
-        controller=WorkerMessageConnection(ours, messages).connection,
-        patience=config.patience,
-    )
-    transport, copies = for_device(device, carrier, config.near(index))
-    place = index, config.names, messages, transport, device, config.threads
-    running = worker(WorkerContext(*place, copies=copies, log_level=config.log_level))
-    UrgentConnection(urgent, running.urgent).start()
+    given = config.worker, config.names, config.devices[index], config.threads, config.timeout, config.patience
+    running = ConnectedWorker(index, None, RunSettings(*given, config.log_level, tuple(config.near(index))))
+    messages, urgent = (socket.socket(fileno=each) for each in config.sockets)
+    running.start(messages, urgent)
     report(controller, Ready(index, os.getpid(), config.start))
     running.run()
 
-
-# torch, and what the first command and the first backward would import in each worker.
-NEEDED = ("torch", "numpy.random", "torch.fx.experimental.symbolic_shapes")
 
 PACKET = 1 << 16  # a socket takes no packet of any size
 # First comes the controller's sys.path, without which the import of pippy could fail, in as many packets as it takes.
@@ -325,7 +305,9 @@ class ForkServer:
 
     def start(self) -> None:
         """Import what the workers need, once."""
-        self.worker = load(self.config.worker)
+        from pippy.drivers.engines.connected_worker import load
+
+        load(self.config.worker)
         gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
 
     def watch(self) -> None:
@@ -382,7 +364,7 @@ class ForkServer:
             if pid == 0:
                 _close(self.own_descriptors)
                 config = replace(self.config, sockets=tuple(descriptors), start=request.start)
-                start_worker(index, self.worker, config, self.controller)
+                start_worker(index, config, self.controller)
             self.children[pid] = index, request.start
         except HostError as error:
             report(self.controller, Failed(index, str(error), request.start))
@@ -392,15 +374,3 @@ class ForkServer:
 def _close(descriptors: Iterable[int]) -> None:
     for each in descriptors:
         os.close(each)
-
-
-def load(dotted: str) -> type:
-    """The class with a dotted name.
-
-    >>> load("pippy.drivers.engines.local.fork_server:Died").__name__
-    'Died'
-    """
-    module, _, name = dotted.partition(":")
-    for needed in NEEDED:
-        importlib.import_module(needed)
-    return getattr(importlib.import_module(module), name)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,8 +27,7 @@ from pippy.drivers.base.host_errors import host_error, in_words
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process import open_standard_streams
 from pippy.drivers.engines.arguments import check_choice, checked_names, device_name, polling_time
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, note_opened_cluster
-from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
 from pippy.drivers.engines.local.fork_server import (
     BOOT,
     Died,
@@ -61,6 +61,7 @@ class LocalEngine:
     def __init__(self, config: LaunchConfig, timeout: float) -> None:
         self.owner = os.getpid()
         self.config, self.timeout = config, timeout
+        self.names, self.device_type = config.names, torch.device(config.devices[0]).type
         self.pids: dict[int, int] = {}
         self.starts = [0] * len(config.names)  # which start of each worker counts
         self._running = False
@@ -351,20 +352,7 @@ def local_cluster(
             patience=polling_time(patience, crowded=n * threads > len(cores)),
             log_level=LOGGER.getEffectiveLevel(),
         )
-        return _started(config, timeout, start_timeout)
-
-
-def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
-    engine = None
-    try:
-        with uninterrupted():  # or processes would run that nobody knows of
-            engine = LocalEngine(config, start_timeout)
-        session = start(engine, timeout, start_timeout)
-        return note_opened_cluster(Cluster(config.names, session, engine, torch.device(config.devices[0]).type))
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        raise
+        return opened(partial(LocalEngine, config, start_timeout), timeout, start_timeout)
 
 
 def _check_system() -> None:

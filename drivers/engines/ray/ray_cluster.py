@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.arguments import check_choice, checked_names, polling_time
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster
-from pippy.drivers.engines.hub.hub_engine import opened
+from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
-from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
+from pippy.drivers.engines.ray.ray_instance import imported_ray, starts_own, use_ray
 from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import brief
 
@@ -59,12 +59,7 @@ def ray_cluster(
     check_none_open()
     note_local_cluster()
     use_ray(address, launch.actors * bundle.get("CPU", 0))
-    try:
-        engine = RayEngine(launch)
-    except BaseException:
-        leave_ray()
-        raise
-    return opened(engine, timeout, start_timeout)
+    return opened(partial(RayEngine, launch), timeout, start_timeout)
 
 
 def _cores() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from pippy.drivers.base.process import keep_freed_memory
 from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
+from pippy.drivers.engines.connected_worker import load
 from pippy.drivers.engines.hub.hub_worker import MemberWorker, RunSettings, place_of_this_process
-from pippy.drivers.engines.local.fork_server import load
 from pippy.drivers.wire.messages.doors import Invitation, come_in
 
 

@@ -1,6 +1,7 @@
 """How the ranks that torchrun has started meet: they tell each other where they are, before RPC connects them.
 
-The ranks of one host find each other: a rank gets two sockets to the first of them, which can make more.
+The ranks of one host find each other: a rank tries to share memory with the first of them. On the host of rank 0 the sockets of
+that try carry its messages; elsewhere they are closed, and two workers meet at a door later, when the controller says so.
 
     each rank       writes its host on the board: ranks with the same host may be neighbours
     the first rank  opens a door (doors.py)
@@ -227,9 +228,8 @@ class Meeting:
     Attributes:
         addresses: where each worker is.
         routes: how values go between each two.
-        sockets: this rank's sockets to the first rank of its host, if they share memory: one for messages, and one for urgent
-            messages.
-        connections: if this is the first rank of its host, its connections to the workers there.
+        sockets: this rank's sockets to rank 0, if they share memory: one for messages, and one for urgent messages.
+        connections: those of rank 0 to the workers of its host.
         near: the workers that these connections reach.
         link: the network interface of this host on which this rank listens.
         number: how many meetings there were at this store before: torchrun may use one store for several starts of the ranks.
@@ -296,7 +296,11 @@ def meet(
             f"{routes}"
         )
     own = of_ranks[rank_info.rank][2]
-    addresses = [Address(name, host, pid, is_here=where == own) for name, (host, pid, where, _) in zip(names, at)]
+    memory = {worker: str(group) for group in routes.groups for worker in group}
+    addresses = [
+        Address(name, host, pid, memory[worker], where == own)
+        for worker, (name, (host, pid, where, _)) in enumerate(zip(names, at))
+    ]
     meeting = Meeting(addresses, routes, root_store, link=link, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
@@ -374,15 +378,20 @@ def _workers(rank_info: RankInfo, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _connect(meeting: Meeting, rank_info: RankInfo, neighbours: Neighbours) -> None:
-    """Make connections of the sockets. The first rank of a host gets a pair to itself, too, if it hosts a worker."""
+    """Make connections of the sockets to rank 0. It gets a pair to itself, too, if it hosts a worker.
+
+    On other hosts the sockets have shown that memory is shared, and messages come from the controller, by RPC.
+    """
+    if rank_info.rank not in neighbours.of(0):
+        for pair in filter(None, [neighbours.own, *neighbours.ends.values()]):
+            close_all(pair)
+        return
     meeting.sockets = neighbours.own
-    ends = {rank_info.worker_of(rank): pair for rank, pair in neighbours.ends.items()}
-    if rank_info.index >= 0 and (ends or rank_info.rank == 0):
-        meeting.sockets, ends[rank_info.index] = two_pairs()
-    meeting.near = frozenset(ends)
-    messages, urgent = ({worker: pair[which] for worker, pair in ends.items()} for which in (0, 1))
     if rank_info.rank == 0:
-        meeting.connections = ControllerConnections(messages, urgent)
-    else:  # messages come from the controller, by RPC; this rank only hands out further sockets
-        close_all(urgent.values())
-        meeting.connections = ControllerConnections(messages)
+        ends = {rank_info.worker_of(rank): pair for rank, pair in neighbours.ends.items()}
+        if rank_info.index >= 0:
+            meeting.sockets, ends[rank_info.index] = two_pairs()
+        meeting.near = frozenset(ends)
+        meeting.connections = ControllerConnections(
+            *({at: pair[which] for at, pair in ends.items()} for which in (0, 1))
+        )

@@ -21,7 +21,8 @@ from torch.distributed import DistStoreError, Store
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.versions import digest_of, digests_of_files, versions
-from pippy.drivers.engines.local.fork_server import CONTROLLER
+
+CONTROLLER = "controller"  # its name for RPC
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,13 +33,11 @@ from pippy.drivers.engines.arguments import (
     polling_time,
     worker_names,
 )
-from pippy.drivers.engines.cluster import Cluster, check_none_open, note_opened_cluster
-from pippy.drivers.engines.engine import start
-from pippy.drivers.engines.local.fork_server import CONTROLLER
+from pippy.drivers.engines.cluster import Cluster, check_none_open, opened
 from pippy.drivers.engines.routes import on_devices
 from pippy.drivers.engines.torchrun.interfaces import link_of_rank
 from pippy.drivers.engines.torchrun.meeting import Meeting, meet
-from pippy.drivers.engines.torchrun.ranks import RankInfo
+from pippy.drivers.engines.torchrun.ranks import CONTROLLER, RankInfo
 from pippy.drivers.engines.torchrun.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages import rpc
@@ -52,12 +51,10 @@ from pippy.ir.base.source import warn
 class ControllerMessages:
     """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
 
-    ``first`` gives, for workers of other hosts that have neighbours there, the worker that can connect those. With ``far``
-    the workers of different hosts are connected, too. ``own`` has the workers of this process.
+    With ``far`` those get connections, too. ``own`` has the workers of this process.
 
-    >>> messages = ControllerMessages(["a", "b", "c", "d"], near=[0], first={1: 1, 2: 1, 3: 3})
-    >>> messages.connect(1, 2), messages.connect(0, 1), messages.connect(2, 3)
-    (1, None, None)
+    >>> ControllerMessages(["a", "b", "c"], near=[0], far=True).connect(1, 2), ControllerMessages(["a", "b"]).connect(0, 1)
+    (1, None)
     """
 
     def __init__(
@@ -65,12 +62,11 @@ class ControllerMessages:
         names: Sequence[str] = (),
         near: Collection[int] = (),
         connections: ControllerConnections | None = None,
-        first: Mapping[int, int] = {},
         far: bool = False,
         own: Mapping[int, OwnMessages] = {},
     ) -> None:
         self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
-        self.first, self.far, self.own = dict(first), far, own
+        self.far, self.own = far, own
 
     @property
     def signs(self) -> FarSigns:
@@ -94,14 +90,10 @@ class ControllerMessages:
         return rpc.urgent(self.names[worker], pickled)
 
     def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker can give them one, return it."""
+        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
         if one in self.near and other in self.near:
-            self.connections.connect(one, other)
-        elif one in self.first and self.first[one] == self.first.get(other):
-            return self.first[one]
-        else:
-            return one if self.far else None
-        return None
+            return self.connections.connect(one, other)
+        return one if self.far else None
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes over a connection, or the event is set, or the time is up."""
@@ -112,7 +104,8 @@ class TorchrunEngine:
     """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave.
 
     ``join`` has this process join the group of RPC, within so many seconds. Without ``connects_hosts`` workers of different
-    hosts have no connections but RPC's. A worker is given ``timeout`` seconds to hear that it is to leave.
+    hosts have no connections but RPC's. A worker is given ``timeout`` seconds to hear that it is to leave. The first worker
+    computes on a device of ``device_type``.
     """
 
     def __init__(
@@ -123,15 +116,15 @@ class TorchrunEngine:
         timeout: float,
         join: Callable[[float], None],
         connects_hosts: bool = True,
+        device_type: str = "cpu",
     ) -> None:
         self.worker, self.met, self.timeout, self._join = worker, met, timeout, join
-        self.routes = met.routes
-        self.owner, self.left = os.getpid(), False
+        self.routes, self.names, self.device_type = met.routes, met.routes.names, device_type
+        self.owner, self.joined = os.getpid(), False
         names = [rank_info.rpc_name(index) for index in range(rank_info.workers)]
         self.others = [name for name in names if name != CONTROLLER]
-        first = {index: group[0] for group in met.routes.groups for index in group}
         own_messages = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
-        self.messages = ControllerMessages(names, met.near, met.connections, first, connects_hosts, own_messages)
+        self.messages = ControllerMessages(names, met.near, met.connections, connects_hosts, own_messages)
 
     fixed = (
         "torchrun started the workers, and it starts all of them again, each with the script: torchrun --max-restarts 3; there "
@@ -144,6 +137,7 @@ class TorchrunEngine:
         if self.worker is None:
             rpc.serve_nothing()
         self._join(timeout)
+        self.joined = True
         if self.worker is not None:
             self.worker.start()
         return self.met.addresses
@@ -165,9 +159,9 @@ class TorchrunEngine:
 
         They are told which worker is lost, so that each host's log says why the job ended.
         """
-        if self.left or os.getpid() != self.owner:
+        if not self.joined or os.getpid() != self.owner:
             return
-        self.left = True
+        self.joined = False
         rpc.stderr_filter.start()
         for last in (False, True):  # first all workers are told that connections will break, then they leave
             told = []
@@ -217,10 +211,21 @@ def torchrun_cluster(
     address = None if transport == "rpc" else met.link.address
     met.routes = replace(met.routes, only_rpc=address is None)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
+    join = partial(_join, rank_info, met, timeout)
     if rank_info.rank:
         assert worker is not None
-        _work(worker, rank_info, met, timeout, start_timeout)
-    return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type, transport != "rpc")
+        _work(worker, lambda: join(start_timeout), timeout)
+    given = rank_info, worker, met, timeout, join, transport != "rpc", torch.device(own_device).type
+    cluster = opened(partial(TorchrunEngine, *given), timeout, start_timeout)
+    global _was_open
+    _was_open = True
+    rpc.take_reports(cluster.session.report_lost)
+    for at, why in met.routes.reasons.items():
+        warn(
+            f"worker {names[at]!r} shares no memory with the others of its host, and passes values as to another "
+            f"host, which is slower ({met.routes.far}): {why}"
+        )
+    return cluster
 
 
 def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -299,14 +304,13 @@ def _worker(
         timeout,
         met.sockets,
         set(range(rank_info.workers)) - set(near),
-        met.connections,
         patience,
         address,
         [each for each in on_devices(met.routes.devices) if each in near and each != rank_info.index],
     )
 
 
-def _join(rank_info: RankInfo, met: Meeting, timeout: float, quiet: float) -> None:
+def _join(rank_info: RankInfo, met: Meeting, quiet: float, timeout: float) -> None:
     """Join the group of RPC, and connect with all others. In the end no rank listens any more."""
     names = [CONTROLLER, *(rank_info.rpc_name(rank_info.worker_of(rank)) for rank in range(1, rank_info.world_size))]
     place = rank_info.rank, rank_info.world_size, "env://", "uv", met.link.interface
@@ -325,38 +329,14 @@ def _join(rank_info: RankInfo, met: Meeting, timeout: float, quiet: float) -> No
         ) from error
 
 
-def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: float, start_timeout: float) -> NoReturn:
+def _work(worker: TorchrunWorker, join: Callable[[], None], timeout: float) -> NoReturn:
     """Run a worker until the controller closes the cluster, then leave the script."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    _join(rank_info, met, start_timeout, timeout)
+    join()
     worker.see_to_leaving()
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
     worker.has_left()
     raise SystemExit(0)
-
-
-def _control(
-    rank_info: RankInfo,
-    worker: TorchrunWorker | None,
-    met: Meeting,
-    timeout: float,
-    start_timeout: float,
-    device_type: str,
-    connects_hosts: bool,
-) -> Cluster:
-    engine = TorchrunEngine(
-        rank_info, worker, met, timeout, lambda within: _join(rank_info, met, within, timeout), connects_hosts
-    )
-    session = start(engine, timeout, start_timeout)
-    global _was_open
-    _was_open = True
-    rpc.take_reports(session.report_lost)
-    for at, why in met.routes.reasons.items():
-        warn(
-            f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
-            f"host, which is slower ({met.routes.far}): {why}"
-        )
-    return note_opened_cluster(Cluster(met.routes.names, session, engine, device_type))

@@ -14,95 +14,25 @@ from typing import Any, NoReturn
 import torch
 from torch.futures import Future
 
-from pippy.drivers.engines.local.fork_server import CONTROLLER
-from pippy.drivers.protocol.commands import GIVE_UP_ALL, Connect, Invite, Ping
+from pippy.drivers.engines.connected_worker import Peers
+from pippy.drivers.engines.torchrun.ranks import CONTROLLER
+from pippy.drivers.protocol.commands import GIVE_UP_ALL, ComeIn, Connect, Ping
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections
-from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
+from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.messages.rpc import BEYOND, transport_by_rpc
-from pippy.drivers.wire.messages.sockets import break_when_silent
 from pippy.drivers.wire.messages.worker_messages import (
-    DeliveryFailure,
     Ended,
     MessageQueue,
     UrgentConnection,
     WorkerMessageConnection,
 )
-from pippy.drivers.wire.pickling import pickle_message, unpickle
+from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.logs import LOGGER
 
 _log = logging.getLogger(__name__)
-
-
-class FarPeers:
-    """Connects worker ``index`` with its ``peers`` of other hosts. ``name`` gives their names for RPC.
-
-    ``address`` is the address by which others reach this host; without it there are no connections. ``take`` gets each
-    connection, with the peer's number. Values for a peer that cannot be connected go by RPC, and a warning is logged.
-    Neither method takes longer than ``timeout``.
-
-    >>> FarPeers(0, str, [1], None, 5.0, print).invite(1)
-    """
-
-    def __init__(
-        self,
-        index: int,
-        name: Callable[[int], str],
-        peers: Collection[int],
-        address: str | None,
-        timeout: float,
-        take: Callable[[int, socket.socket], None],
-    ) -> None:
-        self.index, self.name, self.peers = index, name, frozenset(peers)
-        self.address, self.within, self.silence, self._taken = address, timeout / 2, timeout + BEYOND, take
-        self._lock = threading.Lock()
-        self._dialled: set[int] = set()
-
-    def invite(self, guest: int) -> Invitation | None:
-        """Open a door for a peer, and return its place; None if it cannot be opened."""
-        if self.address is None:
-            return None
-        return Door(self.address, [guest], self._take, 2 * self.within).invitation
-
-    def dial(self, peer: int) -> None:
-        """Connect with a peer, unless that is done, or cannot be done."""
-        with self._lock:
-            if self.address is None or peer in self._dialled:
-                return
-            self._dialled.add(peer)
-            try:
-                invitation = self._invitation(peer)
-                if invitation is not None:
-                    self._take(peer, come_in(invitation, self.index, self.within))
-            except OSError as error:
-                _log.warning(
-                    "worker %d passes all values to and from worker %d by RPC, which takes longer: it got no connection of its "
-                    "own with it: %s",
-                    self.index,
-                    peer,
-                    error,
-                )
-
-    def _take(self, peer: int, end: socket.socket) -> None:
-        break_when_silent(end, self.silence / 3, self.silence)
-        self._taken(peer, end)
-
-    def _invitation(self, peer: int) -> Invitation | None:
-        asked = rpc.urgent(self.name(peer), pickle_message(Invite(self.index)))
-        rpc.wait_all([asked], self.within)
-        if not asked.done():
-            raise TimeoutError(f"it did not answer within {self.within:g} s")
-        try:
-            answer = unpickle(asked.value())
-        except Exception as error:  # RPC raises errors of all kinds
-            raise ConnectionError(str(error)) from error
-        if isinstance(answer, DeliveryFailure):
-            raise ConnectionError(f"it could not open a port:\n{answer.text}")
-        invitation: Invitation | None = answer
-        return invitation
 
 
 LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
@@ -127,11 +57,9 @@ class Leave:
 class TorchrunWorker:
     """A worker. ``run`` runs it on the thread that calls it, ``start`` on a thread of its own.
 
-    ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
-    of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
-    this host; to those that are ``far`` values go over TCP if ``address``, the one of this host that others reach, is known,
-    else by RPC. The workers ``near`` compute on devices of this host. ``connections``, if this is the first
-    process, has the other ends.
+    ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if the controller is of this host, are for its
+    messages, and for urgent ones. To workers that are ``far`` values go over TCP if ``address``, the one of this host that
+    others reach, is known, else by RPC. The workers ``near`` compute on devices of this host.
     """
 
     def __init__(
@@ -145,18 +73,18 @@ class TorchrunWorker:
         timeout: float = 5.0,
         sockets: tuple[socket.socket, socket.socket] | None = None,
         far: Collection[int] = (),
-        connections: ControllerConnections | None = None,
         patience: float = 0.0,
         address: str | None = None,
         near: Collection[int] = (),
     ) -> None:
-        self.messages, self.threads, self.connections = MessageQueue(), threads, connections
+        self.messages, self.threads = MessageQueue(), threads
         first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
         carrier, self.values = transport_by_rpc(
             index, peer, CONTROLLER, timeout, pinned=device != "cpu", controller=first, patience=patience, far=far
         )
         self.transport, copies = for_device(device, carrier, near)
-        self.far_peers = FarPeers(index, peer, far, address, timeout, carrier.add_far)
+        silence = timeout + BEYOND
+        self.far, self.peers = frozenset(far), Peers(index, names, address, timeout, carrier, [silence / 3, silence])
         context = WorkerContext(
             index,
             tuple(names),
@@ -199,10 +127,8 @@ class TorchrunWorker:
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
-        if isinstance(message, Connect):
+        if isinstance(message, Connect | ComeIn):
             return self._connect(message)
-        if isinstance(message, Invite):
-            return self.far_peers.invite(message.guest)
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         if message.now:
@@ -224,15 +150,22 @@ class TorchrunWorker:
         time.sleep(LEAVES_WITHIN)
         self._still_here()
 
-    def _connect(self, message: Connect) -> None:
-        """Give two workers of this host a socket to each other, or this one and a far one a connection."""
-        if message.one == self.index and message.other in self.far_peers.peers:
-            self.far_peers.dial(message.other)
-            return
-        assert self.connections is not None, "only the first process of a host is asked to connect others"
-        self.connections.connect(message.one, message.other)
-        if self.connections.unsent():  # nobody here would send it later
-            raise OSError("a worker has not taken its earlier sockets, and there is no room for another; try again")
+    def _connect(self, message: Connect | ComeIn) -> Invitation | None:
+        """Get a connection with another worker. Without it values go by RPC to one of another host, and a warning is logged."""
+        peer = message.other if isinstance(message, Connect) else message.host
+        try:
+            return self.peers.answer(message)
+        except OSError as error:
+            if peer not in self.far:
+                raise
+            _log.warning(
+                "worker %d passes all values to and from worker %d by RPC, which takes longer: it got no connection of its "
+                "own with it: %s",
+                self.index,
+                peer,
+                error.__cause__ or error,
+            )
+            return None
 
     def has_left(self) -> None:
         """Note that the worker has left its cluster: from then on the process belongs to the script alone."""

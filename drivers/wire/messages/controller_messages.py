@@ -69,9 +69,12 @@ class ControllerConnections:
         return self._send(self._urgent_at[worker], next(self._urgent_numbers), pickled)
 
     def connect(self, one: int, other: int) -> int | None:
-        """Give two workers a socket to each other, before what is posted to them from now on."""
+        """Give two workers a socket to each other, before what is posted to them from now on. Where memory is not shared with
+        both, the first is to let the other in: it is returned."""
         if not self._at:
             return None
+        if any(self._near(self._at[each]) is None for each in (one, other)):
+            return one
         with self._lock, uninterrupted():
             with in_words(f"a socket between workers {one} and {other}"):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,11 +100,6 @@ class ControllerConnections:
                 if worker in places:
                     self._mark_lost(places[worker])
             self.signs.drop(worker)
-
-    def unsent(self) -> bool:
-        """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
-        with self._lock:
-            return any(each.connection.queue for each in self._ends if isinstance(each, MessageConnection))
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""

@@ -254,7 +254,7 @@ def answer_at_once(answer: Callable[[Any], Any], pickled: Pickled) -> Pickled:
 
 
 class UrgentConnection:
-    """A worker's end of a connection for urgent messages. ``answer`` answers each of them.
+    """A worker's end of a connection for urgent messages. ``answer`` answers each of them. At the end ``ended`` is called.
 
     >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> answers = []
@@ -269,9 +269,11 @@ class UrgentConnection:
     >>> thread.join()
     """
 
-    def __init__(self, end: socket.socket, answer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, end: socket.socket, answer: Callable[[Any], Any], ended: Callable[[], object] = lambda: None
+    ) -> None:
         self._messages = MessageConnection(end, self._take)
-        self._answer = answer
+        self._answer, self._ended = answer, ended
 
     def start(self) -> threading.Thread:
         """Answer on a thread, until the other end is closed."""
@@ -294,3 +296,4 @@ class UrgentConnection:
         except ConnectionError:
             pass
         connection.close()
+        self._ended()

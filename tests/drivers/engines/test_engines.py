@@ -1,8 +1,10 @@
 """All engines keep one contract."""
 
+import inspect
 import os
 import socket
 import sys
+import textwrap
 
 import pytest
 
@@ -11,32 +13,44 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
+from tests.drivers.launched_cluster import LaunchedEngine, launched_cluster
 from tests.drivers.thread_cluster import ThreadEngine
+from tests.drivers.torchrun_jobs import ROOT
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def by_threads():
+def by_threads(folder):
     engine = ThreadEngine(["a", "b"], worker=scripted_worker.Worker)
     return Cluster(engine.names, start(engine, 5.0, 60.0), engine)
 
 
-def by_processes():
+def by_processes(folder):
     return local_cluster(2, names=["a", "b"], threads=1, _worker="tests.drivers.scripted_worker:Worker")
+
+
+def by_jobs(folder):
+    return launched_cluster(2, folder / "secret", worker="tests.drivers.scripted_worker:Worker")
 
 
 @pytest.mark.parametrize(
     "engine",
-    [by_threads, by_processes],
-    ids=["threads", "processes"],
+    [by_threads, by_processes, by_jobs],
+    ids=["threads", "processes", "jobs of another system"],
 )
-def test_an_engine_keeps_the_contract(engine):
+def test_an_engine_keeps_the_contract(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # from where the jobs import the tests
     with info_is_logged():
-        cluster = engine()
+        cluster = engine(tmp_path)
         try:
             keep(cluster)
         finally:
             cluster.close()
+
+
+def test_the_page_for_those_who_change_pippy_shows_the_launcher():
+    page = (ROOT / "docs/changing.md").read_text()
+    assert textwrap.indent(inspect.getsource(LaunchedEngine), "    ") in page
 
 
 RANK = """

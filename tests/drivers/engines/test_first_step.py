@@ -56,7 +56,7 @@ for each in joining:
 """
 LOADED = """
 import sys
-from pippy.drivers.engines.local.fork_server import load
+from pippy.drivers.engines.connected_worker import load
 from pippy.drivers.engines.local.local_cluster import WORKER
 load(WORKER)
 print(*sys.modules)

@@ -13,12 +13,13 @@ import torch
 
 from pippy import cluster, local_cluster
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
-from pippy.drivers.engines.hub.hub_worker import ConnectedWorker, RunSettings
+from pippy.drivers.engines.connected_worker import Peers
 from pippy.drivers.engines.joined import joined_engine
 from pippy.drivers.engines.joined.address import listening_place, made_secret_file, own_address, secret_in
 from pippy.drivers.engines.joined.joined_engine import joined_cluster
 from pippy.drivers.protocol.commands import ComeIn
 from pippy.drivers.wire.messages.doors import Door, Invitation
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.engines.contract import info_is_logged, keep
 from tests.drivers.interrupted_everywhere import descriptors
@@ -346,11 +347,11 @@ def test_a_secret_file_is_made_for_its_owner_alone_and_refused_if_others_can_rea
 def test_a_worker_that_gets_no_connection_with_another_says_so():
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = free.getsockname()
-    worker = ConnectedWorker(0, "127.0.0.1", RunSettings("", ("a", "b"), "cpu", 1, 5.0, 0.0), print)
+    peers = Peers(0, ["a", "b"], "127.0.0.1", 5.0, WorkerTransport(0))
     with pytest.raises(
         OSError, match=rf"no connection with worker 'b' at 127.0.0.1, port {place[1]}: .*refused\. .*firewall"
     ):
-        worker.urgent(ComeIn(1, Invitation(*place, bytes(32))))
+        peers.answer(ComeIn(1, Invitation(*place, bytes(32))))
 
 
 def test_where_workers_join():

@@ -48,7 +48,7 @@ def test_a_rank_that_others_do_not_connect_with_does_not_wait_for_ever(monkeypat
     if (pid := os.fork()) == 0:
         try:
             store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-            _join(RankInfo(0, 2, 0, 2, True), Meeting([], Routes((), (), ()), store, link=link_named("lo")), 1.0, 5.0)
+            _join(RankInfo(0, 2, 0, 2, True), Meeting([], Routes((), (), ()), store, link=link_named("lo")), 5.0, 1.0)
         except ClusterError as error:
             os.write(writing, str(error).encode())
         finally:

@@ -17,16 +17,17 @@ from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
 from pippy.drivers.engines.torchrun.ranks import RankInfo
 from pippy.drivers.engines.torchrun.torchrun import ControllerMessages, TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
-from pippy.drivers.protocol.commands import Connect
+from pippy.drivers.protocol.commands import ComeIn, Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections
-from pippy.drivers.wire.messages.handed_sockets import close_all, two_pairs
+from pippy.drivers.wire.messages.doors import Invitation
+from pippy.drivers.wire.messages.handed_sockets import close_all
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
-from pippy.drivers.wire.pickling import pickle_message
+from pippy.drivers.wire.pickling import pickle_message, unpickle
 from tests.drivers.processes import few_descriptors
 
+DOOR = Invitation("", 0, b"")
 NOTHING: MappingProxyType[int, Any] = MappingProxyType({})
 
 
@@ -68,8 +69,8 @@ def meet(monkeypatch):
 def test_workers_are_counted_from_the_first_rank_that_hosts_one(meet):
     met = meet("aabbc", controller_hosts=False)
     assert [each.routes.groups for each in met] == [((0,), (1, 2), (3,))] * 5
-    assert [each.near for each in met] == [{0}, set(), {1, 2}, set(), set()]
-    assert [each.sockets is not None for each in met] == [False, True, True, True, False]
+    assert [each.near for each in met] == [{0}, set(), set(), set(), set()]
+    assert [each.sockets is not None for each in met] == [False, True, False, False, False]
 
 
 def test_a_rank_without_neighbours_but_with_the_controller(meet):
@@ -133,75 +134,65 @@ def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_rea
     assert [each.link for each in meet("ab", links=links)[2:]] == [links[0], links[1]]
 
 
-class Asked:
-    """Stands for RPC: it answers urgent messages, and keeps them."""
+def session(**options):
+    messages = ControllerMessages([f"w{i}" for i in range(6)], near=[0, 1], far=True)
+    return Session([Address(f"w{i}", "there", 1, "ab"[i > 1]) for i in range(6)], messages=messages, **options)
 
-    def __init__(self, answer=None):
-        self.answer, self.workers = answer, []
 
-    def urgent(self, worker, pickled):
-        self.workers.append(worker)
+def test_of_two_workers_one_opens_a_door_and_the_other_comes_in_once(monkeypatch):
+    """Those of one host share memory. One that cannot is asked again."""
+    answers = [DOOR, None, DeliveryFailure("no free file descriptor"), DOOR, None]
+    asked = []
+
+    def urgent(name, pickled):
+        asked.append((name, unpickle(pickled)))
         future = torch.futures.Future()
-        future.set_result(pickle_message(self.answer))
+        future.set_result(pickle_message(answers[len(asked) - 1]))
         return future
 
-
-def session(monkeypatch, asked, **options):
-    monkeypatch.setattr(rpc, "urgent", asked.urgent)
-    messages = ControllerMessages(range(6), near=[0, 1], first={0: 0, 1: 0, 2: 2, 3: 2, 4: 2, 5: 5})
-    return Session([Address(f"w{i}", "there", 1) for i in range(6)], messages=messages, **options)
-
-
-def test_the_first_worker_of_another_host_is_asked_once_to_connect_two_others(monkeypatch):
-    asked = session(monkeypatch, by_rpc := Asked())
+    monkeypatch.setattr(rpc, "urgent", urgent)
+    here = session()
     for _ in range(2):
-        asked.connect(3, {1, 2, 4, 5})
-    assert by_rpc.workers == [2, 2]
-
-
-def test_that_it_cannot_is_raised_and_it_is_asked_again(monkeypatch):
-    asked = session(monkeypatch, by_rpc := Asked(DeliveryFailure("no free file descriptor")))
-    for _ in range(2):
-        with pytest.raises(ClusterError, match="no free file descriptor"):
-            asked.connect(3, {4})
-    assert by_rpc.workers == [2, 2]
-
-
-def test_a_first_worker_connects_two_others_and_says_so_if_it_cannot():
-    ends = {worker: two_pairs() for worker in (2, 3)}
-    hub = ControllerConnections({worker: theirs[0] for worker, (_, theirs) in ends.items()})
-    workers = [
-        TorchrunWorker(i, ["a", "b", "c", "d"], "cpu", str, sockets=own, far=[0, 1], connections=hub)
-        for i, (own, _) in ends.items()
+        here.connect(3, {4})
+    with pytest.raises(ClusterError, match="no free file descriptor"):
+        here.connect(5, {2})
+    here.connect(5, {2})
+    assert [(name, message) for name, message in asked] == [
+        ("w3", Connect(3, 4, near=True)),
+        ("w4", ComeIn(3, DOOR)),
+        ("w2", Connect(2, 5, near=True)),
+        ("w2", Connect(2, 5, near=True)),
+        ("w5", ComeIn(2, DOOR)),
     ]
-    with (
-        few_descriptors(0),
-        pytest.raises(OSError, match="no free file descriptor for a socket between workers 2 and 3"),
-    ):
+
+
+def test_two_workers_of_a_host_that_is_not_the_controller_s_share_memory():
+    workers = [TorchrunWorker(i, ["a", "b", "c", "d"], "cpu", str, far=[0, 1], address="127.0.0.1") for i in (2, 3)]
+    with few_descriptors(0), pytest.raises(OSError, match="Too many open files"):
         workers[0].urgent(Connect(2, 3))
-    workers[0].urgent(Connect(2, 3))
+    for _ in range(2):  # the first may have been interrupted
+        workers[1].urgent(ComeIn(2, workers[0].urgent(Connect(2, 3))))
     first, second = (worker.transport for worker in workers)
-    hub._ends[0].connection.socket_full, send = False, hub._ends[0].connection._send_with
-    hub._ends[0].connection._send_with = lambda fd: False  # as if too many were on their way
-    with pytest.raises(OSError, match="has not taken its earlier sockets"):
-        workers[0].urgent(Connect(2, 3))
-    hub._ends[0].connection._send_with = send
-    workers[0].urgent(Connect(2, 3))
     first.send(3, (0, 0, 0), torch.ones(2))
     assert second.receive((0, 0, 0), 2).sum() == 2
-    hub.close()
-    for worker, (_, theirs) in zip(workers, ends.values()):
+    assert 3 in first.connections and not first.far_connections
+    for worker in workers:
         worker.transport.close()
-        theirs[1].close()
 
 
-def test_a_lost_worker_is_followed_by_what_can_be_done(monkeypatch):
+def test_without_a_connection_values_to_another_host_go_by_rpc(caplog):
+    worker = TorchrunWorker(0, ["a", "b"], "cpu", str, far=[1], address="192.0.2.1")  # which is in no network
+    assert worker.urgent(Connect(0, 1, near=False)) is None and "values to and from worker 1 by RPC" in caplog.text
+    assert TorchrunWorker(0, ["a", "b"], "cpu", str, far=[1]).urgent(Connect(0, 1, near=False)) is None
+
+
+def test_a_lost_worker_is_followed_by_what_can_be_done():
     """Under torchrun no other process can take its place, so the error does not advise to call `recover`."""
-    here = session(monkeypatch, Asked())
+    here = session()
     assert str(here.mark_lost(2, "killed")).endswith(
         "is lost: killed; call driver.recover(), or close this cluster and open another"
     )
-    under = session(monkeypatch, Asked(), recovery_advice=TorchrunEngine.recovery_advice)
+    under = session(recovery_advice=TorchrunEngine.recovery_advice)
     error = under.mark_lost(2, "killed")
     assert "recover" not in str(error) and "torchrun --max-restarts 3" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

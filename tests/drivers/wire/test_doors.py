@@ -9,12 +9,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
-from pippy.drivers.engines.torchrun import meeting, torchrun_worker
+from pippy.drivers.engines.connected_worker import Peers
+from pippy.drivers.engines.torchrun import meeting
 from pippy.drivers.engines.torchrun.ranks import RankBoard
+from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from tests.drivers.processes import attack, half_open, listening, open_descriptors, within
@@ -26,8 +29,8 @@ GUEST, OTHER = 1, 7  # the guest of each door, and one that has not been invited
 def for_values(monkeypatch):
     """A worker's door for another one of another host."""
     taken = queue.SimpleQueue()
-    peers = torchrun_worker.FarPeers(0, str, [GUEST], "127.0.0.1", 20.0, lambda peer, end: taken.put((peer, end)))
-    yield peers.invite(GUEST)
+    carrier = SimpleNamespace(add_far=lambda peer, end: taken.put((peer, end)))
+    yield Peers(0, ["a", "b"], "127.0.0.1", 20.0, carrier).answer(Connect(0, GUEST, near=False))
     guest, end = taken.get(timeout=10)
     end.close()
     assert guest == GUEST
