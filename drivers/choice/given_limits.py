@@ -34,6 +34,7 @@ from pippy.drivers.plan.search import live_limits
 from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.ir.base.errors import GuardError, PippyError
 from pippy.ir.base.names import stage_index
+from pippy.ir.base.public_calls import is_whole
 from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.pipe import Pipe, compiled_of, example_of
@@ -147,9 +148,7 @@ class GivenLimits:
         several = isinstance(max_live, Sequence) and not isinstance(max_live, str)
         self.live: Any = list(max_live) if several else max_live
         numbers = self.live if several else [] if max_live is None else [max_live]
-        if (several and not numbers) or not all(
-            isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in numbers
-        ):
+        if (several and not numbers) or not all(map(is_whole, numbers)):
             raise DriverError(
                 f"max_live={brief(max_live)}: give how many stage-micro-batches each worker may hold, one number or one for "
                 "each worker"
