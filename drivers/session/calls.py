@@ -150,7 +150,7 @@ class LivingWorkers(Protocol):
 
     def mark_lost(self, worker: int, how: str) -> WorkerLostError: ...
 
-    def unanswered(self, worker: int) -> str: ...
+    def unanswered(self, worker: int, since: Sign | None) -> str: ...
 
     def sign(self, worker: int) -> Sign | None: ...
 
@@ -250,7 +250,7 @@ class CallWait:
             elif self._moves(worker):  # its Python is not let to run
                 self.pings[worker] = self.pings[worker][0], now
             elif now - self.pings[worker][1] >= self.workers.timeout:
-                raise self.workers.mark_lost(worker, self.workers.unanswered(worker))
+                raise self.workers.mark_lost(worker, self.workers.unanswered(worker, self.signs[worker]))
 
     def _moves(self, worker: int) -> bool:
         """Whether the process of a worker has made progress since it last did."""

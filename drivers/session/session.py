@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
@@ -379,11 +380,14 @@ class Session:
         what = self._said_of(worker) or "it is stopped, or its process does not let Python run"
         return f"no answer within {seconds:g} s: {what}"
 
-    def _said_of(self, worker: int) -> str:
-        """What the system of a worker's host says of it; nothing if it cannot be asked."""
+    def _said_of(self, worker: int, since: Sign | None = None) -> str:
+        """What the system of a worker's host says of it, or nothing. ``since`` is when the worker last made progress."""
         address = self.workers[worker]
         look = Look.at(address.pid) if address.is_here else self.messages.signs.look(worker)
-        return "" if look is None else said_of(look, address.pid, time.monotonic() - self._heard[worker])
+        if look is None:
+            return ""
+        look = replace(look, before=since or look.before)
+        return said_of(look, address.pid, time.monotonic() - self._heard[worker])
 
     def sign(self, worker: int) -> Sign | None:
         """What the process of a worker has done, as far as the system of its host can be asked."""
@@ -510,9 +514,9 @@ class Session:
         _, error = outcome(ping.future.value)
         return None if error is None else f"a ping failed: {last_line(error)}"
 
-    def unanswered(self, worker: int) -> str:
-        """How a worker is lost that gives no sign of itself."""
-        what = f"; {said}" if (said := self._said_of(worker)) else ""
+    def unanswered(self, worker: int, since: Sign | None = None) -> str:
+        """How a worker is lost that gives no sign of itself; ``since`` is when it last made progress."""
+        what = f"; {said}" if (said := self._said_of(worker, since)) else ""
         return f"it left a ping unanswered for {self.timeout:g} s (cluster(timeout=) says how long it may){what}"
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from pippy import PipelineDriver, pipeline
 from pippy.drivers.base.errors import ClusterError, DriverError, StepError, WorkerLostError
+from pippy.drivers.base.process_signs import Look, Sign
 from pippy.drivers.protocol.programs import Unload
 from pippy.drivers.protocol.state import ReduceGradients, WorkerHooks
 from pippy.drivers.session.calls import Address, PendingCall
@@ -298,6 +300,15 @@ def test_a_worker_whose_connection_for_messages_breaks_alone_is_lost():
     with pytest.raises(WorkerLostError, match="the connection to it broke: it closed its end of the socket;"):
         session.answer(PendingCall(0, "Command", future))
     assert session.broken
+
+
+def test_a_worker_that_made_no_progress_is_not_said_to_be_busy(monkeypatch):
+    """The threads that wait for Python's lock took two ticks of the tenth of a second for which it was looked at."""
+    now = Sign(10.0, "S", 1.02, 0, 0)
+    monkeypatch.setattr(Look, "at", lambda pid: Look(replace(now, time=9.9, computed=1.0), now))
+    session = Session([Address("worker0", "here", 1, is_here=True)], timeout=1.0)
+    assert "it is busy" in session.unanswered(0)
+    assert "it waits" in session.unanswered(0, since=replace(now, time=9.0, computed=1.0))
 
 
 class LostMeanwhile(ControllerConnections):
