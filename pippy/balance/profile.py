@@ -160,7 +160,7 @@ class _Run:
         self.profile.uncertain = uncertain / total if total else 0.0
 
     def _operation(self, node: fx.Node) -> None:
-        called = called_by(node, self.traced)
+        called = callee_of(node, self.traced)
         constants = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
         needs = [each for each in constants if isinstance(each, torch.Tensor)]
         needs += _state_of(called)
@@ -254,10 +254,10 @@ class _Whole:
             return self.traced.attributes[str(node.target)]
         args, kwargs = map_nodes(self.values.__getitem__, (node.args, node.kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)):
-            return _called(called_by(node, self.traced), args, kwargs)
+            return _called(callee_of(node, self.traced), args, kwargs)
 
 
-def called_by(node: fx.Node, traced: Traced) -> Any:
+def callee_of(node: fx.Node, traced: Traced) -> Any:
     """What an operation calls: a module, a function, or the name of a method."""
     return traced.attributes[str(node.target)] if node.op == "call_module" else node.target
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
-from pippy.balance.profile import Profile, called_by
+from pippy.balance.profile import Profile, callee_of
 from pippy.balance.report import StageBalance
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
@@ -89,7 +89,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         if isinstance(uses.tensor, nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
-                figures.computed[index] += 0 if _looks_up(called_by(nodes[index], traced)) else uses.tensor.numel()
+                figures.computed[index] += 0 if _looks_up(callee_of(nodes[index], traced)) else uses.tensor.numel()
         first = uses.all[0]
         figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
@@ -362,7 +362,7 @@ class Weighing:
         if heaviest is None:
             by_marks = self.policy.measure == "time"
             return f"What to do: {'cut it by marks' if by_marks else f'{by_time} the measured time is balanced'}{fewer}"
-        called, name = called_by(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
+        called, name = callee_of(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
         why = f"No cut can be inside of {name!r} ({type(called).__name__}). What to do: "
         followed = isinstance(called, _TRANSFORMERS) or name in self.traced.kept_whole
         if self.profile is None and followed:  # with an example
