@@ -231,7 +231,7 @@ def _fills_better(step: StepData) -> str:
 def slowest(step: StepData, uneven: float) -> str:
     """Says which stage is the slowest, and that even stages would shorten the measured step by ``uneven`` seconds."""
     medians, stages = step.medians, step.program.stages
-    totals = [sum(seconds[stage] for seconds in medians.values()) for stage in range(stages)]
+    totals = step.stage_seconds
     slow = max(range(stages), key=totals.__getitem__)
     where = step.holders(slow)
     passes = " + ".join(f"{op} {duration(seconds[slow])}" for op, seconds in medians.items() if seconds[slow])

@@ -378,16 +378,13 @@ def _stages(steps: StepPair, names: Names) -> str:
     rows = []
     for stage in range(max(each.program.stages for each in steps)):
         modules = dict.fromkeys(each.model.modules(stage) for each in steps if each.model.modules(stage))
-        first, second = (_took(each, stage) for each in steps)
+        took = [each.stage_seconds for each in steps]
+        first, second = (each[stage] if stage < len(each) else None for each in took)
         cells = ["–" if each is None else duration(each) for each in (first, second)]
         change = "–" if first is None or second is None else _signed(second - first)
         name = f"stage {stage}<br><small>{escape(' → '.join(modules))}</small>"
         rows.append([name, *cells, change])
     return "<p>For one micro-batch: medians.</p>" + report_table(["stage", *map(escape, names), "difference"], rows)
-
-
-def _took(step: StepData, stage: int) -> float | None:
-    return sum(its[stage] for its in step.medians.values()) if stage < step.program.stages else None
 
 
 def _memory(steps: StepPair, names: Names) -> str:

@@ -163,6 +163,11 @@ class StepData:
         return tuple(max(most) for most, _ in self.held)
 
     @property
+    def stage_seconds(self) -> list[float]:
+        """How long the passes of each stage take together, for one micro-batch: medians."""
+        return [sum(seconds[stage] for seconds in self.medians.values()) for stage in range(self.program.stages)]
+
+    @property
     def clock_errors(self) -> tuple[float, ...]:
         """By how many seconds the times of each worker may be wrong, relative to worker 0. On one host this is 0."""
         return tuple(self._clocks[1][: len(self.noted)])

@@ -119,8 +119,7 @@ def _idle(step: StepData, worker: int) -> str:
 def stages(step: StepData) -> str:
     """How long each pass of each stage takes."""
     kinds = [op for op in Op if any(step.medians[op])]
-    totals = [sum(step.medians[op][stage] for op in kinds) for stage in range(step.program.stages)]
-    rows = []
+    totals, rows = step.stage_seconds, []
     for stage, total in enumerate(totals):
         share = 100 * total / (max(totals) or 1.0)
         mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""

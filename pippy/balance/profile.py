@@ -160,22 +160,22 @@ class _Run:
         self.profile.uncertain = uncertain / total if total else 0.0
 
     def _operation(self, node: fx.Node) -> None:
-        module = self.traced.attributes[str(node.target)] if node.op == "call_module" else None
+        called = callee_of(node, self.traced)
         constants = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
         needs = [each for each in constants if isinstance(each, torch.Tensor)]
-        needs += [tensor for _, tensor in named_state(module)] if module is not None else []
+        needs += _state_of(called)
         roots = {root for target in self.targets.get(node, ()) for root in self.roots[target]}
         held = [self.traced.attributes[str(root.target)] for root in roots if root.op == "get_attr"]
 
         def call(arguments: Any) -> Any:
-            return _called(module or node.target, *arguments)
+            return _called(called, *arguments)
 
         with self.state.watching([*needs, *held]), explain_operation_errors(node):
             enabled = torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)
             with torch.set_grad_enabled(enabled):
                 trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
                 try:
-                    value, cost = trial.measure(module or node.target)
+                    value, cost = trial.measure(called)
                 except Exception:
                     assert self.whole is not None
                     value, cost = self.whole.measure(node)
@@ -225,7 +225,7 @@ class _Run:
                 ]
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
-        needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []
+        needs = _state_of(loss_fn)
         with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.profile.loss = trial.measure()[1]
@@ -254,9 +254,17 @@ class _Whole:
             return self.traced.attributes[str(node.target)]
         args, kwargs = map_nodes(self.values.__getitem__, (node.args, node.kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)):
-            return _called(
-                self.traced.attributes[str(node.target)] if node.op == "call_module" else node.target, args, kwargs
-            )
+            return _called(callee_of(node, self.traced), args, kwargs)
+
+
+def callee_of(node: fx.Node, traced: Traced) -> Any:
+    """What an operation calls: a module, a function, or the name of a method."""
+    return traced.attributes[str(node.target)] if node.op == "call_module" else node.target
+
+
+def _state_of(called: Any) -> list[torch.Tensor]:
+    """The parameters and buffers of what is called, if it is a module."""
+    return [tensor for _, tensor in named_state(called)] if isinstance(called, nn.Module) else []
 
 
 def _called(function: Any, args: Any, kwargs: Any) -> Any:

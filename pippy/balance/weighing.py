@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
-from pippy.balance.profile import Profile
+from pippy.balance.profile import Profile, callee_of
 from pippy.balance.report import StageBalance
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
@@ -89,17 +89,13 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         if isinstance(uses.tensor, nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
-                figures.computed[index] += 0 if _looks_up(_called(nodes[index], traced)) else uses.tensor.numel()
+                figures.computed[index] += 0 if _looks_up(callee_of(nodes[index], traced)) else uses.tensor.numel()
         first = uses.all[0]
         figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
     if not any(figures.layers):
         figures.layers = [int(not is_begin(node) and not is_end(node)) for node in nodes]
     return figures
-
-
-def _called(node: fx.Node, traced: Traced) -> Any:
-    return traced.attributes[str(node.target)] if node.op == "call_module" else node.target
 
 
 def _looks_up(called: Any) -> bool:
@@ -366,7 +362,7 @@ class Weighing:
         if heaviest is None:
             by_marks = self.policy.measure == "time"
             return f"What to do: {'cut it by marks' if by_marks else f'{by_time} the measured time is balanced'}{fewer}"
-        called, name = _called(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
+        called, name = callee_of(self.figures.nodes[heaviest], self.traced), self.name(heaviest)
         why = f"No cut can be inside of {name!r} ({type(called).__name__}). What to do: "
         followed = isinstance(called, _TRANSFORMERS) or name in self.traced.kept_whole
         if self.profile is None and followed:  # with an example

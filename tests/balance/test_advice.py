@@ -3,6 +3,7 @@
 # mypy: disable-error-code="arg-type"
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -75,105 +76,57 @@ def without_parameters():
 
 
 E = {"example_args": (X,)}
-ROWS = [
-    ("give a number of stages, 1 or more", blocks, {"num_stages": 0}, blocks, {"num_stages": 2}),
-    ("give num_stages too", blocks, {"memory_limit": 10**6}, blocks, {"memory_limit": 10**6, "num_stages": 2, **E}),
-    ("give one of 'auto', ", blocks, {"split": "even", "num_stages": 2}, blocks, {"split": "auto", "num_stages": 2}),
-    ("of names of modules before which to cut", blocks, {"split": 3}, blocks, {"split": ["1", "2"]}),
-    ("number of layers of each stage", blocks, {"split": ["1", 2]}, blocks, {"split": [1, 2]}),
-    ("give num_stages=2, say", blocks, {"split": "parameters"}, blocks, {"split": "parameters", "num_stages": 2}),
-    ("give example_args", blocks, {"split": "time", "num_stages": 2}, blocks, {"split": "time", "num_stages": 2, **E}),
-    (
-        "split='parameters', which",
-        blocks,
-        {"split": "size", "num_stages": 2},
-        blocks,
-        {"split": "parameters", "num_stages": 2},
-    ),
-    (
-        "split='type:TransformerBlock'",
-        blocks,
-        {"split": "type:", "num_stages": 2},
-        blocks,
-        {"split": "type:TransformerBlock", "num_stages": 2},
-    ),
-    ("each number must be 1 or more", blocks, {"split": [3, 0]}, blocks, {"split": [2, 1]}),
-    ("leave one of them out", blocks, {"split": ["1"], "num_stages": 3}, blocks, {"split": ["1"]}),
-    ("leave one of them out", blocks, {"split": ["1"], "num_stages": 3}, blocks, {"num_stages": 3}),
-    (
-        "it calls TransformerBlock, Linear",
-        blocks,
-        {"split": "type:Conv", "num_stages": 2},
-        blocks,
-        {"split": "type:Linear", "num_stages": 2},
-    ),
-    ("name one of them", blocks, {"split": ["1", "1.lin"]}, blocks, {"split": ["1.lin"]}),
-    ("the stage before it would be empty; leave it out", blocks, {"split": ["0", "1"]}, blocks, {"split": ["1"]}),
-    (
-        "name that module",
-        blocks,
-        {"split": ["1.lin"], "tracer": KeepsBlocks},
-        blocks,
-        {"split": ["1"], "tracer": KeepsBlocks},
-    ),
-    (
-        "whose is_leaf_module says False for it",
-        blocks,
-        {"split": ["1.lin"], "tracer": KeepsBlocks},
-        blocks,
-        {"split": ["1.lin"]},
-    ),
-    ("leave out split and num_stages", Marked, {"num_stages": 2}, Marked, {}),
-    ("clear_split_points(model)", annotated, {"num_stages": 2}, cleared, {"num_stages": 2}),
-    ("give a tuple of arguments", blocks, {"num_stages": 2, "example_args": X}, blocks, {"num_stages": 2, **E}),
+TWO = {"num_stages": 2}
+ROWS: list[tuple[Any, ...]] = [
+    ("give a number of stages, 1 or more", {"num_stages": 0}, TWO),
+    ("give num_stages too", {"memory_limit": 10**6}, {"memory_limit": 10**6, **TWO, **E}),
+    ("give one of 'auto', ", {"split": "even", **TWO}, {"split": "auto", **TWO}),
+    ("of names of modules before which to cut", {"split": 3}, {"split": ["1", "2"]}),
+    ("number of layers of each stage", {"split": ["1", 2]}, {"split": [1, 2]}),
+    ("give num_stages=2, say", {"split": "parameters"}, {"split": "parameters", **TWO}),
+    ("give example_args", {"split": "time", **TWO}, {"split": "time", **TWO, **E}),
+    ("split='parameters', which", {"split": "size", **TWO}, {"split": "parameters", **TWO}),
+    ("split='type:TransformerBlock'", {"split": "type:", **TWO}, {"split": "type:TransformerBlock", **TWO}),
+    ("each number must be 1 or more", {"split": [3, 0]}, {"split": [2, 1]}),
+    ("leave one of them out", {"split": ["1"], "num_stages": 3}, {"split": ["1"]}),
+    ("leave one of them out", {"split": ["1"], "num_stages": 3}, {"num_stages": 3}),
+    ("it calls TransformerBlock, Linear", {"split": "type:Conv", **TWO}, {"split": "type:Linear", **TWO}),
+    ("name one of them", {"split": ["1", "1.lin"]}, {"split": ["1.lin"]}),
+    ("the stage before it would be empty; leave it out", {"split": ["0", "1"]}, {"split": ["1"]}),
+    ("name that module", {"split": ["1.lin"], "tracer": KeepsBlocks}, {"split": ["1"], "tracer": KeepsBlocks}),
+    ("whose is_leaf_module says False for it", {"split": ["1.lin"], "tracer": KeepsBlocks}, {"split": ["1.lin"]}),
+    ("leave out split and num_stages", TWO, {}, Marked),
+    ("clear_split_points(model)", TWO, TWO, annotated, cleared),
+    ("give a tuple of arguments", {**TWO, "example_args": X}, {**TWO, **E}),
     (
         "give a dict from names of arguments to values",
-        blocks,
-        {"num_stages": 2, "example_kwargs": [X]},
-        blocks,
-        {"num_stages": 2, "example_kwargs": {"input": X}},
+        {**TWO, "example_kwargs": [X]},
+        {**TWO, "example_kwargs": {"input": X}},
     ),
     (
         'as in "12GiB", "500MB" or 12 * 2**30',
-        blocks,
-        {"num_stages": 2, "memory_limit": "8 G", **E},
-        blocks,
-        {"num_stages": 2, "memory_limit": "12GiB", **E},
+        {**TWO, "memory_limit": "8 G", **E},
+        {**TWO, "memory_limit": "12GiB", **E},
     ),
-    (
-        "4 with the two moments of Adam",
-        blocks,
-        {"num_stages": 2, "param_scale": -1, **E},
-        blocks,
-        {"num_stages": 2, "param_scale": 4, **E},
-    ),
-    (
-        "a stage holds at a time, 1 or more",
-        blocks,
-        {"num_stages": 2, "in_flight": 0, **E},
-        blocks,
-        {"num_stages": 2, "in_flight": 1, **E},
-    ),
-    ("Call the model once, then balance it", lazy, {"num_stages": 2}, called, {"num_stages": 2}),
-    (
-        "split='uniform' counts its operations instead",
-        without_parameters,
-        {"num_stages": 2},
-        without_parameters,
-        {"num_stages": 2, "split": "uniform"},
-    ),
+    ("4 with the two moments of Adam", {**TWO, "param_scale": -1, **E}, {**TWO, "param_scale": 4, **E}),
+    ("a stage holds at a time, 1 or more", {**TWO, "in_flight": 0, **E}, {**TWO, "in_flight": 1, **E}),
+    ("Call the model once, then balance it", TWO, TWO, lazy, called),
+    ("split='uniform' counts its operations instead", TWO, {**TWO, "split": "uniform"}, without_parameters),
     (
         "that the model itself can be called with, one micro-batch of them",
+        {**TWO, "example_args": (torch.tensor([7]),)},
+        {**TWO, **E},
         lambda: nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4)),
-        {"num_stages": 2, "example_args": (torch.tensor([7]),)},
         blocks,
-        {"num_stages": 2, **E},
     ),
 ]
 
 
-@pytest.mark.parametrize(("words", "model", "given", "other_model", "advised"), ROWS, ids=[row[0] for row in ROWS])
-def test_what_a_message_says_works(words, model, given, other_model, advised):
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_what_a_message_says_works(row):
+    """A row has the words, the options that they are said of, and the advised ones; then the models, if not ``blocks``."""
+    words, given, advised, *models = row
+    model, other_model = (models or [blocks])[0], (models or [blocks])[-1]
     with pytest.raises((BalanceError, InputError)) as caught:
         pipeline(model(), **given)
     assert words in str(caught.value)

@@ -21,7 +21,6 @@ from pippy import (
     PippyWarning,
     SplitPoint,
     annotate_split_points,
-    pipe_split,
     pipeline,
     verify,
 )
@@ -33,6 +32,7 @@ from pippy.ir.base.errors import BalanceError, InputError, SplitError
 from pippy.ir.base.names import named_state
 from pippy.ir.cut.uses import marks
 from pippy.ir.trace.trace import trace
+from tests.balance.test_advice import Marked
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import Random, loss_of, steps
@@ -432,7 +432,7 @@ def test_the_report_is_data_and_survives_with_the_pipe():
     again = pickle.loads(pickle.dumps(pipe))
     assert again.balance == pipe.balance
     assert str(again.balance) == str(pipe.balance)
-    assert pipeline(marked()).balance is None
+    assert pipeline(Marked()).balance is None
 
 
 def test_the_ratio_is_that_of_the_greatest_stage():
@@ -488,20 +488,6 @@ def test_progress_can_be_asked_for(shown, capsys):
 # The errors.
 
 
-def marked():
-    class Marked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.a(x)
-            pipe_split()
-            return self.b(x)
-
-    return Marked()
-
-
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -549,7 +535,7 @@ def test_what_cannot_work_is_refused(options, words):
 
 def test_marks_and_a_split_contradict_each_other():
     with pytest.raises(BalanceError, match=r"(?s)has 1 mark that cut it already:.*pipe_split\(\).*What to do"):
-        pipeline(marked(), split="uniform", num_stages=2)
+        pipeline(Marked(), split="uniform", num_stages=2)
 
 
 def test_examples_that_do_not_fit():

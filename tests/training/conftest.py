@@ -4,7 +4,7 @@ import pytest
 
 from tests.drivers.processes import kept_open
 from tests.drivers.thread_cluster import thread_cluster
-from tests.training.models import run
+from tests.training.models import Parts, run
 
 
 @pytest.fixture(scope="package")
@@ -24,6 +24,14 @@ def cluster(shared):
 def threads():
     with thread_cluster(2) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def parts(threads):
+    """A driver on these workers, with an optimizer and a scheduler; closed after the test."""
+    made = Parts(threads)
+    yield made
+    made.driver.close()
 
 
 @pytest.fixture(scope="package")

@@ -103,8 +103,7 @@ class Endless:
             yield torch.randn(4, 8, generator=numbers), torch.randn(4, 8, generator=numbers)
 
 
-def test_data_without_a_length_and_empty_data(threads, capsys):
-    parts = Parts(threads)
+def test_data_without_a_length_and_empty_data(threads, parts, capsys):
     result = pippy.train(parts.driver, Endless(3), parts.optimizer, chunks=2, epochs=2, accumulate=2)
     assert (result.steps, result.epochs) == (4, 2)
     assert "step 4: loss" in capsys.readouterr().err
@@ -113,12 +112,11 @@ def test_data_without_a_length_and_empty_data(threads, capsys):
         with pytest.raises(DriverError, match="data gave no mini-batch in epoch 0; is it empty"):
             pippy.train(parts.driver, empty, parts.optimizer, chunks=2, steps=2)
     assert threads.session.counts == before
-    parts.driver.close()
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_step_has_no_more_messages_than_one_of_a_loop_by_hand(threads, max_norm):
-    parts, data, counts = Parts(threads), list(shuffled(200)), []
+def test_a_step_has_no_more_messages_than_one_of_a_loop_by_hand(threads, parts, max_norm):
+    data, counts = list(shuffled(200)), []
 
     def note(report=None):
         counts.append(list(threads.session.counts))
@@ -137,7 +135,6 @@ def test_a_step_has_no_more_messages_than_one_of_a_loop_by_hand(threads, max_nor
         note()
     steps = [[after - was for was, after in zip(*pair)] for pair in pairwise(counts)]
     assert steps[2:5] == steps[-3:] == [steps[-1]] * 3
-    parts.driver.close()
 
 
 def test_an_index_loader_goes_on_where_it_was(threads, tmp_path):

@@ -16,9 +16,9 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_train_batch_takes_micro_batches_from_an_iterator_over_the_end_of_the_data(threads, max_norm):
+def test_train_batch_takes_micro_batches_from_an_iterator_over_the_end_of_the_data(parts, max_norm):
     """Items of 4 rows, the last one of 2: 9 steps of 4 items are 6 epochs."""
-    parts, plain = Parts(threads), Plain()
+    plain = Plain()
     torch.manual_seed(7)
     loader = shuffled()
     expected = plain.train(groups_of([item for _ in range(6) for item in loader], 4, 1), max_norm)
@@ -28,7 +28,6 @@ def test_train_batch_takes_micro_batches_from_an_iterator_over_the_end_of_the_da
     close(torch.stack(losses), torch.tensor(expected))
     close(parts.driver.state_dict(), dict(plain.model.state_dict()))
     assert data.epoch == 5
-    parts.driver.close()
 
 
 def test_a_step_is_one_command_and_the_optimizer_another(cluster):
@@ -58,14 +57,12 @@ def test_eval_batch_is_without_dropout_and_gradients_and_leaves_the_modes(thread
     parts.driver.close()
 
 
-def test_a_scaler_of_the_driver_steps(threads):
-    parts = Parts(threads)
+def test_a_scaler_of_the_driver_steps(parts):
     scaler = parts.driver.instantiate_grad_scaler(init_scale=8.0, growth_interval=2)
     data = RepeatingLoader(shuffled())
     for _ in range(4):
         parts.driver.train_batch(data, chunks=2)
     assert scaler.get_scale() == 32.0
-    parts.driver.close()
 
 
 def test_the_position_of_a_loader_is_saved_with_the_rest(cluster, tmp_path):

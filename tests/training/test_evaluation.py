@@ -103,8 +103,7 @@ def test_a_model_in_evaluation_mode_as_from_pretrained_gives_it_is_trained_in_tr
     parts.driver.close()
 
 
-def test_a_scheduler_that_steps_by_a_loss_does_so_by_that_of_an_evaluation(threads):
-    parts = Parts(threads)
+def test_a_scheduler_that_steps_by_a_loss_does_so_by_that_of_an_evaluation(parts):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer, patience=0, threshold=1e9, factor=0.5)
     with pytest.raises(DriverError, match="give eval_data= and eval_every="):
         pippy.train(parts.driver, shuffled(), parts.optimizer, plateau, chunks=2, steps=4)
@@ -114,7 +113,6 @@ def test_a_scheduler_that_steps_by_a_loss_does_so_by_that_of_an_evaluation(threa
         callbacks=reports.append,
     )  # fmt: skip
     assert [report.rates for report in reports] == [(1e-2,)] * 2 + [(5e-3,)] * 2 + [(2.5e-3,)] * 2
-    parts.driver.close()
 
 
 def test_steps_of_an_evaluation_are_sent_ahead(cluster):
@@ -181,8 +179,6 @@ DATA = [(torch.ones(4, 8, dtype=torch.float64), torch.ones(4, 8, dtype=torch.flo
         ({"eval_data": DATA, "eval_every": 1, "metric": lambda outputs, item: outputs}, "to give a number"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(threads, options, says):
-    parts = Parts(threads)
+def test_what_cannot_be_evaluated_is_refused(parts, options, says):
     with pytest.raises(DriverError, match=says):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=2, **options)
-    parts.driver.close()

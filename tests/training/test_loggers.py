@@ -228,15 +228,13 @@ def test_a_logger_that_cannot_begin_ends_the_call_before_a_step(threads, tmp_pat
         (None, r"loggers=None"),
     ],
 )
-def test_what_is_no_logger_is_refused_before_anything_is_sent(threads, loggers, says):
-    parts = Parts(threads)
+def test_what_is_no_logger_is_refused_before_anything_is_sent(threads, parts, loggers, says):
     before = list(threads.session.counts)
     with pytest.raises(DriverError, match=says):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1, loggers=loggers)
     with pytest.raises(DriverError, match="log_every=0: give after how many steps to log, 1 or more"):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1, log_every=0)
     assert threads.session.counts == before
-    parts.driver.close()
 
 
 @pytest.mark.parametrize("make, package", [(lambda: TensorBoardLogger("run"), "tensorboard"), (WandbLogger, "wandb")])

@@ -11,7 +11,7 @@ from pippy import local_cluster
 from pippy.drivers.base.errors import DriverError, WorkerLostError
 from pippy.ir.base.errors import PippyWarning
 from tests.drivers.processes import close_open_cluster, hearing_of_deaths
-from tests.training.models import Parts, assert_same, parts_of, run, shuffled, trained
+from tests.training.models import assert_same, parts_of, run, shuffled, trained
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -71,12 +71,10 @@ def test_it_does_so_no_oftener_than_it_may(cluster, tmp_path, undisturbed, capsy
         ({"max_recoveries": 2, "folder": "run", "data": iter([1])}, "cannot be read again"),
     ],
 )
-def test_what_it_cannot_go_back_to_is_refused_at_once(threads, options, says):
-    parts = Parts(threads)
+def test_what_it_cannot_go_back_to_is_refused_at_once(parts, options, says):
     data = options.pop("data", None) or shuffled()
     with pytest.raises(DriverError, match=says):
         pippy.train(parts.driver, data, parts.optimizer, chunks=2, steps=2, **options)
-    parts.driver.close()
 
 
 def test_points_of_a_callback_are_not_those_of_the_training(cluster, tmp_path, undisturbed):

@@ -23,9 +23,9 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("accumulate, max_norm", [(1, None), (1, 0.1), (2, None), (4, 0.1)])
-def test_it_trains_what_plain_pytorch_trains(threads, accumulate, max_norm):
+def test_it_trains_what_plain_pytorch_trains(parts, accumulate, max_norm):
     """22 rows in items of 4: the last item has 2 rows, fewer than there are micro-batches, and the last group is shorter."""
-    parts, plain = Parts(threads), Plain()
+    plain = Plain()
     torch.manual_seed(7)
     expected = plain.train(groups_of(shuffled(), accumulate, 3), max_norm)
     torch.manual_seed(7)
@@ -41,7 +41,6 @@ def test_it_trains_what_plain_pytorch_trains(threads, accumulate, max_norm):
     assert [report.step for report in reports] == list(range(1, len(expected) + 1))
     assert sum(report.rows for report in reports) == 66
     assert (reports[0].norm is None) == (max_norm is None)
-    parts.driver.close()
 
 
 def test_items_of_other_lengths_weigh_as_their_tokens_do(threads):
@@ -159,11 +158,9 @@ def test_a_scaler_and_several_optimizers_step_as_by_hand(threads):
     driver.close()
 
 
-def test_an_iterator_that_ends_early_is_said(threads):
-    parts = Parts(threads)
+def test_an_iterator_that_ends_early_is_said(parts):
     with pytest.warns(PippyWarning, match="data ended after step 6, before the training did, and cannot be read again"):
         assert pippy.train(parts.driver, iter(list(shuffled())), parts.optimizer, chunks=2, steps=9).steps == 6
-    parts.driver.close()
 
 
 REFUSED = {
@@ -189,8 +186,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent(threads):
-    parts = Parts(threads)
+def test_what_cannot_be_is_refused_before_anything_is_sent(threads, parts):
     before = list(threads.session.counts)
     for says, options in REFUSED.items():
         given = {"data": shuffled(), "optimizer": parts.optimizer, "chunks": 2, "steps": 2, **options}
@@ -201,18 +197,15 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(threads):
         with pytest.raises(DriverError, match=re.escape(says)):
             pippy.train(parts.driver, **given)
     assert threads.session.counts == before
-    parts.driver.close()
 
 
-def test_what_trains_nothing_is_refused(threads):
-    parts = Parts(threads)
+def test_what_trains_nothing_is_refused(parts):
     with pytest.raises(DriverError, match="this is a Chain"):
         pippy.train(parts.model, shuffled(), parts.optimizer, chunks=2, steps=1)
     with torch.no_grad(), pytest.raises(DriverError, match=r"inside of torch.no_grad\(\)"):
         pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1)
     with pytest.raises(MicrobatchError, match=r"data returned 7, .* write a collate_fn"):
         pippy.train(parts.driver, [7], parts.optimizer, chunks=2, steps=1)
-    parts.driver.close()
 
 
 def test_check_before_the_first_step(threads):

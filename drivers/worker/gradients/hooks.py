@@ -58,7 +58,7 @@ class ParameterHooks:
         parameter, own = self._own[key]
         if before is not None:
             before = before.to(parameter.dtype, copy=True) if scale is None else (before * scale).to(parameter.dtype)
-        held, values = (None, None) if key in self._tried else (self._pickled(own), parameter.detach().clone())
+        held, values = (None, None) if key in self._tried else (_copied(own, self._held), parameter.detach().clone())
         version = parameter._version
         try:
             found = own.hooks.accumulated(parameter, gradient, before)
@@ -73,7 +73,7 @@ class ParameterHooks:
                 "the step succeeds; change only the gradient, and update the parameter with "
                 "driver.instantiate_optimizer"
             )
-        if held is not None and not same_bytes(held, self._pickled(own)):
+        if held is not None and not same_bytes(held, _copied(own, self._held)):
             raise DriverError(
                 f"a gradient hook of {own.name!r} changes an object that it refers to (a list, a counter, an "
                 "attribute). The hook runs on a worker with copies of such objects, so the script would not see "
@@ -82,10 +82,6 @@ class ParameterHooks:
             )
         self._tried.add(key)
         return found
-
-    def _pickled(self, own: NamedHooks) -> Pickled:
-        data, tensors = pickle_by_value(own, self._held)
-        return Pickled(data, [each.clone() for each in tensors])
 
 
 @contextmanager
@@ -131,7 +127,12 @@ def _hooks(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
 
 def _pickled(hook: Any, held: Mapping[int, Any]) -> Pickled | None:
     try:
-        data, tensors = pickle_by_value(hook, held)
+        return _copied(hook, held)
     except PackingError:
         return None  # it came here inside of its module, and is a part of it
+
+
+def _copied(hooks: Any, held: Mapping[int, Any]) -> Pickled:
+    """Hooks as bytes, with copies of the tensors in them."""
+    data, tensors = pickle_by_value(hooks, held)
     return Pickled(data, [each.clone() for each in tensors])

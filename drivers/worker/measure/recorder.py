@@ -6,7 +6,6 @@ them notes that, and the times are read when the step has ended. The stream is i
 a receive ends when the value is on the device.
 """
 
-import os
 import resource
 import socket
 import sys
@@ -284,16 +283,10 @@ class ProcessMemory:
 
     def begin(self) -> None:
         try:
-            file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+            with open("/proc/self/clear_refs", "wb", buffering=0) as file:
+                file.write(b"5")  # resets the peak, and nothing else
         except OSError:
             self.of = "resident since the worker began"
-            return
-        try:
-            os.write(file, b"5")  # resets the peak, and nothing else
-        except OSError:
-            self.of = "resident since the worker began"
-        finally:
-            os.close(file)
 
     def peak(self) -> int:
         if self.of == "resident":  # getrusage would count the process that started this one too: it never begins anew
