@@ -29,17 +29,10 @@ from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, OptimizerError, StepError
 from tests.comparisons import assert_same
 from tests.drivers.models import Chain
-from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 X, TARGET = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
 mse = F.mse_loss
-
-
-@pytest.fixture(scope="module")
-def four():
-    with thread_cluster(4) as cluster:
-        yield cluster
 
 
 def same(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, plain=None, stages=2, **options):
@@ -201,16 +194,6 @@ def run(how, cluster, given):
     return given(cluster) if callable(given) else how(cluster, **given)
 
 
-@pytest.mark.parametrize("row", DRIVERS, ids=[str(row[0]) for row in DRIVERS])
-def test_arguments_of_drivers(row, four):
-    words, wrong, *advised = row
-    with pytest.raises(PippyError) as caught:
-        run(step, four, wrong)
-    assert words in str(caught.value)
-    for each in advised:
-        run(same, four, each)
-
-
 class EveryOther(ChunkSpec):
     def split(self, value, chunks):
         return [value[index::chunks] for index in range(chunks)]
@@ -225,128 +208,130 @@ OWN = [EveryOther()] * 2
 BY = torch.full((1, 8), 3.0, dtype=torch.float64)
 
 
-def scaling(cluster, by=BY, plain_by=None, **options):
-    """Compare a step of a model that takes a factor, too: ``plain_by`` for the plain model."""
-    model = Scales(lambda x: x)
-    wanted = mse(model(X, by if plain_by is None else plain_by), TARGET)
-    same(cluster, X, by, TARGET, model=model, plain=wanted, **options)
+def scaled(by=BY, plain_by=None, **options):
+    """Compares a step of a model that takes a factor, too: ``plain_by`` for the plain model."""
+
+    def compare(cluster):
+        model = Scales(lambda x: x)
+        wanted = mse(model(X, by if plain_by is None else plain_by), TARGET)
+        same(cluster, X, by, TARGET, model=model, plain=wanted, **options)
+
+    return compare
+
+
+def two_factors(pair):
+    """Compares a step of a model that takes two factors, the same for all micro-batches."""
+
+    class Two(Scales):
+        def forward(self, x, pair):
+            return super().forward(x, pair[0]) * pair[1].sum()
+
+    def compare(cluster):
+        model = Two(lambda x: x)
+        same(cluster, X, pair, TARGET, model=model, plain=mse(model(X, PAIRS[0]), TARGET))
+
+    return compare
+
+
+def smoothed(chunks, reduction="mean"):
+    """Compares a step with class weights of 0 for all targets of the first half, and smoothed targets."""
+    weight = torch.tensor([0.0] + [1.0] * 7, dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight, label_smoothing=0.1, reduction=reduction)
+    return lambda cluster: same(cluster, X, torch.tensor([0, 0, 0, 1, 2, 3]), loss=loss, chunks=chunks)
 
 
 PARTS = [BY.expand(3, 8), 2 * BY.expand(3, 8)]
 WHOLE, PAIRS = torch.cat(PARTS), [(BY, torch.ones(2, 8, dtype=torch.float64))] * 2
 COUNTED = {"loss_reduction": len}
 MASKED = {"kind": PipelineDriverFillDrain, "_debug_mask_minibatches": True}
+ROWS_ALONG_1 = [TensorChunkSpec(1)] * 2
+SUMMED = {"loss": nn.MSELoss(reduction="sum"), "loss_reduction": "sum"}
 INPUTS = [
     (
         "give one for each, in order, or a dict by name",
-        lambda c: scaling(c, chunk_spec=[0, Replicate(), 0, 0]),
-        lambda c: [scaling(c, chunk_spec=each) for each in ([0, Replicate(), 0], {"by": Replicate()})],
+        scaled(chunk_spec=[0, Replicate(), 0, 0]),
+        scaled(chunk_spec=[0, Replicate(), 0]),
+        scaled(chunk_spec={"by": Replicate()}),
     ),
     (
         "give only one of them",
-        lambda c: step(c, chunk_spec={"x": 0}, batch_dims={"x": 1}),
-        lambda c: [same(c, chunk_spec={"x": 0}), same(c, batch_dims={"x": 0})],
+        {"chunk_spec": {"x": 0}, "batch_dims": {"x": 1}},
+        {"chunk_spec": {"x": 0}},
+        {"batch_dims": {"x": 0}},
     ),
     (
         "a Replicate(), or MicroBatches(values, dim=None)",
-        lambda c: scaling(c, MicroBatches([BY, BY]), BY),
-        lambda c: [scaling(c, MicroBatches([BY, BY], dim=None), BY), scaling(c, chunk_spec=[None, Replicate()])],
+        scaled(MicroBatches([BY, BY]), BY),
+        scaled(MicroBatches([BY, BY], dim=None), BY),
+        scaled(chunk_spec=[None, Replicate()]),
     ),
     (
         "give the dimension with MicroBatches(values, dim=...)",
-        lambda c: scaling(c, MicroBatches(PARTS), WHOLE, chunk_spec=[None, TensorChunkSpec(1)]),
-        lambda c: [scaling(c, MicroBatches(PARTS), WHOLE), scaling(c, MicroBatches(PARTS, dim=0), WHOLE)],
+        scaled(MicroBatches(PARTS), WHOLE, chunk_spec=[None, TensorChunkSpec(1)]),
+        scaled(MicroBatches(PARTS), WHOLE),
+        scaled(MicroBatches(PARTS, dim=0), WHOLE),
     ),
     (
         "if this dimension does not hold rows, write MicroBatches(values, dim=None)",
-        lambda c: two_factors(c, MicroBatches(PAIRS)),
-        lambda c: two_factors(c, MicroBatches(PAIRS, dim=None)),
+        two_factors(MicroBatches(PAIRS)),
+        two_factors(MicroBatches(PAIRS, dim=None)),
     ),
-    (
-        "and there are 2 micro-batches",
-        lambda c: scaling(c, MicroBatches([WHOLE]), WHOLE),
-        lambda c: scaling(c, MicroBatches(PARTS), WHOLE),
-    ),
+    ("and there are 2 micro-batches", scaled(MicroBatches([WHOLE]), WHOLE), scaled(MicroBatches(PARTS), WHOLE)),
     (
         "every micro-batch is the whole mini-batch; give the whole value",
-        lambda c: scaling(c, MicroBatches(PARTS), WHOLE, **MASKED),
-        lambda c: scaling(c, WHOLE, **MASKED),
+        scaled(MicroBatches(PARTS), WHOLE, **MASKED),
+        scaled(WHOLE, **MASKED),
     ),
     (
         "it has no split(value, chunks); write that method",
-        lambda c: same(c, chunk_spec=[AddsUp()]),
-        lambda c: same(c, chunk_spec=OWN, **COUNTED),
+        {"chunk_spec": [AddsUp()]},
+        {"chunk_spec": OWN, **COUNTED},
     ),
     (
         "give loss_reduction='sum', or a function that returns the weight of a micro-batch",
-        lambda c: same(c, chunk_spec=OWN),
-        lambda c: [
-            same(c, chunk_spec=OWN, **COUNTED),
-            same(c, chunk_spec=OWN, loss=nn.MSELoss(reduction="sum"), loss_reduction="sum"),
-        ],
+        {"chunk_spec": OWN},
+        {"chunk_spec": OWN, **COUNTED},
+        {"chunk_spec": OWN, **SUMMED},
     ),
     (
         "take the target alone; rename its parameters",
-        lambda c: same(c, loss_reduction=lambda one, other: 1),
-        lambda c: [
-            same(c, loss_reduction=lambda x, target: len(x)),
-            same(c, loss_reduction=lambda any_name: len(any_name)),
-        ],
+        {"loss_reduction": lambda one, other: 1},
+        {"loss_reduction": lambda x, target: len(x)},
+        {"loss_reduction": lambda any_name: len(any_name)},
     ),
-    ("a number of 0 or more", lambda c: same(c, loss_reduction=lambda target: -1), lambda c: same(c, **COUNTED)),
-    (
-        "use fewer chunks, or reduction='sum'",
-        lambda c: smoothed(c, chunks=2),
-        lambda c: [smoothed(c, chunks=1), smoothed(c, chunks=2, reduction="sum")],
-    ),
+    ("a number of 0 or more", {"loss_reduction": lambda target: -1}, COUNTED),
+    ("use fewer chunks, or reduction='sum'", smoothed(2), smoothed(1), smoothed(2, "sum")),
     (
         "the dimension is an int, as in TensorChunkSpec(0)",
         lambda c: step(c, chunk_spec=[TensorChunkSpec("0")]),
-        lambda c: same(c, chunk_spec=[TensorChunkSpec(0)]),
+        {"chunk_spec": [TensorChunkSpec(0)]},
     ),
     (
         "needs no spec, or TensorChunkSpec(dim)",
-        lambda c: scaling(c, MicroBatches(X), X),
-        lambda c: [scaling(c, X), scaling(c, X, chunk_spec=[None, TensorChunkSpec(0)])],
+        lambda c: scaled(MicroBatches(X), X)(c),
+        scaled(X),
+        scaled(X, chunk_spec=[None, TensorChunkSpec(0)]),
     ),
-    (
-        "or a ChunkSpec of your own",
-        lambda c: step(c, chunk_spec=["rows"]),
-        lambda c: same(c, chunk_spec=OWN, **COUNTED),
-    ),
+    ("or a ChunkSpec of your own", {"chunk_spec": ["rows"]}, {"chunk_spec": OWN, **COUNTED}),
     (
         "or TensorChunkSpec(dim) if the rows are along another dimension",
-        lambda c: same(c, X[None], TARGET[None], model=Chain(2)),
-        lambda c: same(c, X[None], TARGET[None], model=Chain(2), chunk_spec=[TensorChunkSpec(1)] * 2),
+        lambda c: same(c, X[None], TARGET[None]),
+        lambda c: same(c, X[None], TARGET[None], chunk_spec=ROWS_ALONG_1),
     ),
 ]
+UNCHECKED = pytest.mark.filterwarnings("ignore:the first step was not checked")
+ROWS = [pytest.param(row, id=row[0]) for row in DRIVERS]
+ROWS += [pytest.param(row, id=row[0], marks=UNCHECKED) for row in INPUTS]
 
 
-def two_factors(cluster, pair):
-    """Compare a step of a model that takes two factors, the same for all micro-batches."""
-
-    class Two(Scales):
-        def forward(self, x, pair):
-            return super().forward(x, pair[0]) * pair[1].sum()
-
-    model = Two(lambda x: x)
-    same(cluster, X, pair, TARGET, model=model, plain=mse(model(X, PAIRS[0]), TARGET))
-
-
-def smoothed(cluster, chunks, reduction="mean"):
-    """Compare a step with class weights of 0 for all targets of the first half, and smoothed targets."""
-    weight = torch.tensor([0.0] + [1.0] * 7)
-    loss = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1, reduction=reduction)
-    same(cluster, X, torch.tensor([0, 0, 0, 1, 2, 3]), loss=loss, chunks=chunks)
-
-
-@pytest.mark.parametrize(("words", "fails", "advised"), INPUTS, ids=[row[0] for row in INPUTS])
-@pytest.mark.filterwarnings("ignore:the first step was not checked")
-def test_specs_of_inputs(words, fails, advised, four):
+@pytest.mark.parametrize("row", ROWS)
+def test_arguments_of_drivers_and_specs_of_inputs(row, threads):
+    words, wrong, *advised = row
     with pytest.raises(PippyError) as caught:
-        fails(four)
+        run(step, threads, wrong)
     assert words in str(caught.value)
-    advised(four)
+    for each in advised:
+        run(same, threads, each)
 
 
 def total(tags):
@@ -397,19 +382,19 @@ torch.fx.wrap("rows_as_list")
 
 
 @pytest.mark.parametrize(("words", "make", "spec", "advised"), OUTPUTS, ids=[row[0] for row in OUTPUTS])
-def test_specs_of_outputs(words, make, spec, advised, four):
+def test_specs_of_outputs(words, make, spec, advised, threads):
     with pytest.raises(PippyError) as caught:
-        outputs(four, make, spec)
+        outputs(threads, make, spec)
     assert words in str(caught.value)
-    outputs(four, make, advised)
+    outputs(threads, make, advised)
 
 
 # Optimizers and what is on the workers
 
 
 @pytest.fixture
-def driver(four):
-    driver = PipelineDriver1F1B(pipeline(Chain(2), mse), four)
+def driver(threads):
+    driver = PipelineDriver1F1B(pipeline(Chain(2), mse), threads)
     yield driver
     driver.close()
 
@@ -507,13 +492,13 @@ class Locks(nn.Module):
         return self.lin(x)
 
 
-def test_what_belongs_to_this_process(four):
+def test_what_belongs_to_this_process(threads):
     with pytest.raises(PippyError, match="keep such objects out of the model and its arguments"):
-        PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), four)
-    PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), four).run(2, X, TARGET)
+        PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), threads)
+    PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), threads).run(2, X, TARGET)
 
 
-def test_a_loss_that_is_not_a_number(four):
+def test_a_loss_that_is_not_a_number(threads):
     with pytest.raises(StepError, match=r"reduce it, with .mean\(\) or .sum\(\)"):
-        step(four, loss=lambda output, target: output - target, loss_reduction="sum", chunks=1)
-    same(four, loss=lambda output, target: (output - target).mean())
+        step(threads, loss=lambda output, target: output - target, loss_reduction="sum", chunks=1)
+    same(threads, loss=lambda output, target: (output - target).mean())

@@ -20,9 +20,9 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.base.errors import StepError
-from pippy.errors import DriverError, MicrobatchError
+from pippy.errors import MicrobatchError
 from pippy.ir.base.errors import InputError
-from tests.comparisons import assert_gradients, assert_loss, assert_state
+from tests.comparisons import Beside
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -40,23 +40,17 @@ class Script:
     chunks: int = 2
     example: Any = None
     plain: tuple[Any, ...] | None = None
-    cut: dict[str, Any] = field(default_factory=dict)
     driver: dict[str, Any] = field(default_factory=dict)
 
     def run(self, threads: Any) -> None:
         """Run a step, and compare the loss and all gradients with the plain model's."""
         torch.manual_seed(0)
-        model = self.model()
-        plain, inputs = copy.deepcopy(model), self.plain or self.inputs
         example = self.inputs if self.example is True else self.example
-        pipe = pipeline(model, self.loss, example_args=example, **self.cut)
-        driver = PipelineDriver1F1B(pipe, threads, **self.driver)
+        both = Beside(threads, self.model(), self.loss, pipe={"example_args": example}, **self.driver)
         try:
-            loss = driver.run(self.chunks, *self.inputs)
-            assert_loss(loss, plain(*inputs) if self.loss is None else self.loss(plain(*inputs[:-1]), inputs[-1]))
-            assert_gradients(driver, plain)
+            both.step(self.chunks, *self.inputs, plain=self.plain)
         finally:
-            driver.close()
+            both.driver.close()
 
 
 class Graph(nn.Module):
@@ -349,10 +343,9 @@ class Lengths(Speech):
 
 def test_another_length_is_no_matter_of_rows(threads):
     """Another graph has it, also in several micro-batches, and without a check."""
-    Script(Lengths, F.cross_entropy, (SOUNDS, LABELS), example=(SOUNDS[:, :3], LABELS)).run(threads)
-    Script(Lengths, F.cross_entropy, (SOUNDS, LABELS), example=(SOUNDS[:, :3], LABELS), driver={"check": False}).run(
-        threads
-    )
+    for driver in ({}, {"check": False}):
+        example = (SOUNDS[:, :3], LABELS)
+        Script(Lengths, F.cross_entropy, (SOUNDS, LABELS), example=example, driver=driver).run(threads)
 
 
 class Bag(nn.Module):
@@ -369,64 +362,16 @@ class Bag(nn.Module):
 def test_a_flat_text_with_offsets(threads):
     """A Replicate() was advised for the text."""
     text, offsets, target = torch.randint(1, 20, (12,)), torch.tensor([0, 3, 5, 9]), torch.tensor([0, 1, 2, 0])
-    plain = Bag()
-    pipe = pipeline(copy.deepcopy(plain), nn.CrossEntropyLoss(), example_args=(text, offsets, target))
+    loss, plain = nn.CrossEntropyLoss(), Bag()
+    driver = Beside(threads, copy.deepcopy(plain), loss, pipe={"example_args": (text, offsets, target)}).driver
     with pytest.raises(MicrobatchError, match="a tensor of two dimensions, padded") as caught:
-        PipelineDriver1F1B(pipe, threads).run(2, text, offsets, target)
+        driver.run(2, text, offsets, target)
     assert "Replicate()" not in str(caught.value)
     padded = nn.utils.rnn.pad_sequence(text.tensor_split(offsets[1:]), batch_first=True, padding_value=0)
     model = Bag(padding_idx=0)
     model.load_state_dict(plain.state_dict())
-    F.cross_entropy(plain(text, offsets), target).backward()
-    driver = PipelineDriver1F1B(pipeline(model, nn.CrossEntropyLoss(), example_args=(padded, target)), threads)
-    driver.run(2, padded, target)
-    assert_gradients(driver, plain)
-
-
-class Taught(nn.Module):
-    def __init__(self, updates):
-        super().__init__()
-        self.student, self.last, self.updates = nn.Linear(4, 4), nn.Linear(4, 4), updates
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def update(self):
-        with torch.no_grad():
-            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters()):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-
-    def forward(self, x):
-        if self.updates:
-            self.update()
-        with torch.no_grad():
-            aim = self.teacher(x)
-        x = self.student(x) - aim
-        pipe_split()
-        return self.last(x)
-
-
-def test_an_averaged_teacher(threads):
-    """The change is made between steps, as the error says."""
-    plain, model = Taught(True), Taught(False)
-    model.load_state_dict(plain.state_dict())
-    x, target = torch.randn(6, 4), torch.randn(6, 4)
-    with pytest.raises(DriverError, match=r"driver.copy_to\(model\), the change, driver.load_state_dict\(model.state"):
-        PipelineDriver1F1B(pipeline(copy.deepcopy(plain), nn.MSELoss()), threads).run(2, x, target)
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
-    optimizer, expected = (
-        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1),
-        torch.optim.SGD(plain.parameters(), 0.1),
-    )
-    for _ in range(3):
-        expected.zero_grad()
-        nn.functional.mse_loss(plain(x), target).backward()
-        expected.step()
-        driver.copy_to(model)
-        model.update()
-        driver.load_state_dict(model.state_dict())
-        optimizer.zero_grad()
-        driver.run(2, x, target)
-        optimizer.step()
-    assert_state(driver, plain)
+    both = Beside(threads, model, loss, plain=plain, pipe={"example_args": (padded, target)})
+    both.step(2, padded, target, plain=(text, offsets, target))
 
 
 # A driver refuses a call for which forward would do something else, before anything is sent.
@@ -462,52 +407,39 @@ def test_each_micro_batch_is_checked_before_anything_is_sent(threads):
     assert model.second.num_batches_tracked == 3
 
 
-class AsksForRows(nn.Module):
-    """The number of rows is asked of an input, or of what a stage has computed."""
-
-    def __init__(self, of_input):
-        super().__init__()
-        self.first, self.last, self.of_input = nn.Linear(4, 4), nn.Linear(4, 2), of_input
-
-    def forward(self, x):
-        h = self.first(x)
-        assert len(x if self.of_input else h) == 6
-        return self.last(h)
+def of_six(h, rows):
+    assert rows == 6
+    return h
 
 
 @pytest.mark.parametrize(
     ("of_input", "error", "told"),
     [
         (True, InputError, "These are the sizes of micro-batch 0, which has rows 0 to 2 of 6"),
-        (False, StepError, r"stage 0, micro-batch 0, rows 0 to 2 of 6\)"),
+        (False, StepError, r"stage 1, micro-batch 0, rows 0 to 2 of 6\)"),
     ],
 )
 def test_rows_in_errors_are_those_of_the_call(of_input, error, told, threads):
-    x, target = torch.ones(6, 4), torch.ones(6, 2)
-    pipe = pipeline(AsksForRows(of_input), nn.MSELoss(), num_stages=2, split="parameters", example_args=(x, target))
+    pipe = pipeline(Asks(of_input, of_six), F.cross_entropy, example_args=(ROWS, LABELS))
     driver = PipelineDriver1F1B(pipe, threads)
     with pytest.raises(error, match=told) as caught:
-        driver.run(2, x, target)
+        driver.run(2, ROWS, LABELS)
     assert "forward depends on the number of rows" in str(caught.value)
     assert re.search(
         "What to do: make another Pipe .*, or run one micro-batch, chunks=1$", str(caught.value), re.MULTILINE
     )
-    driver.run(1, x, target)
+    driver.run(1, ROWS, LABELS)
+
+
+class Returns(Asks):
+    def forward(self, x):
+        return super().forward(x).pow(2).mean()
 
 
 def test_a_loss_that_a_model_returns_and_nobody_was_told_of(threads):
-    class Returns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.last(self.first(x)).pow(2).mean()
-
-    x = torch.randn(6, 4)
+    model = Returns(False, lambda h, rows: h)
     with pytest.raises(MicrobatchError, match=r"make the Pipe with pipeline\(..., output_loss_value_spec=True\)$"):
-        PipelineDriver1F1B(pipeline(Returns(), num_stages=2, split="parameters"), threads).run(2, x)
-    pipe = pipeline(Returns(), num_stages=2, split="parameters", output_loss_value_spec=True)
-    driver = PipelineDriver1F1B(pipe, threads)
-    driver.run(2, x)
+        PipelineDriver1F1B(pipeline(model), threads).run(2, ROWS)
+    driver = PipelineDriver1F1B(pipeline(model, output_loss_value_spec=True), threads)
+    driver.run(2, ROWS)
     assert driver.get_grad("first.weight").any()

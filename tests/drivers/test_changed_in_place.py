@@ -12,8 +12,7 @@ from pippy import Pipe, PipeTracer, PippyWarning, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.ir.base.errors import SharedParameterError, SplitError, StageError
-from tests.comparisons import assert_gradients, assert_loss, assert_same, assert_same_gradients, run_plain
-from tests.drivers.thread_cluster import thread_cluster
+from tests.comparisons import Beside, assert_same_gradients
 from tests.ir.trace.test_assigned_buffers import Assigns, batch, counts, reads_before_and_after, swaps
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -136,27 +135,14 @@ def test_a_buffer_that_the_backward_needs_is_named_and_the_advice_works(model, n
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("act", [counts, reads_before_and_after, swaps])
 def test_a_driver_changes_them_once_in_a_step(act, checkpoint, chunks, threads):
-    model = Assigns(act)
-    plain = copy.deepcopy(model)
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads, checkpoint=checkpoint)
+    both = Beside(threads, Assigns(act), checkpoint=checkpoint)
     for _ in range(2):
-        x, target = batch()
-        plain.zero_grad()
-        driver.zero_grad()
-        expected = run_plain(plain, nn.MSELoss(), None, (x,), target)
-        assert_same(driver.run(chunks, x, target), expected, "loss")
-        for name, parameter in plain.named_parameters():
-            assert_same(driver.get_grad(name), parameter.grad, f"gradient of {name}")
-    assert_same(driver.state_dict(), plain.state_dict(), "state")
+        both.zero_grad()
+        both.step(chunks, *batch())
+    both.same_state()
 
 
 # A parameter that forward changes, as the averaged teacher of MoCo and BYOL: as in the plain model, or refused by name.
-
-
-@pytest.fixture(scope="module")
-def threads():
-    with thread_cluster(2) as cluster:
-        yield cluster
 
 
 def by_data(teacher, student):
@@ -178,6 +164,9 @@ def of_lists(teacher, student):
 UPDATES = {"data": by_data, "in place": in_place, "of lists": of_lists, "none": lambda teacher, student: None}
 
 
+BETWEEN_STEPS = r"driver.copy_to\(model\), the change, driver.load_state_dict\(model.state"
+
+
 class Averaged(nn.Module):
     def __init__(self, update, late=False):
         super().__init__()
@@ -196,22 +185,20 @@ class Averaged(nn.Module):
 @pytest.mark.parametrize("update", ["data", "in place", "of lists"])
 def test_an_averaged_teacher(update, threads):
     model, x = Averaged(update), torch.randn(8, 4)
-    plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    pipe = pipeline(model, output_loss_value_spec=True, example_args=(x[:2],))
+    before = copy.deepcopy(model.state_dict())
+    both = Beside(threads, model, None, pipe={"output_loss_value_spec": True, "example_args": (x[:2],)})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    driver = PipelineDriver1F1B(pipe, threads)
     for _ in range(2):
-        plain.zero_grad(), driver.zero_grad()
-        assert_loss(driver.run(1, x), plain(x))
-        torch.testing.assert_close(driver.get_grad("head.weight"), plain.head.weight.grad)
-    torch.testing.assert_close(driver.state_dict(), plain.state_dict())
+        both.zero_grad()
+        both.step(1, x)
+    both.same_state()
     for grad in (True, False):
         with (
             torch.set_grad_enabled(grad),
-            pytest.raises(DriverError, match=r"(?s)'teacher.weight', 'teacher.bias'.*chunks=1"),
+            pytest.raises(DriverError, match=r"(?s)'teacher.weight', 'teacher.bias'.*chunks=1.*" + BETWEEN_STEPS),
         ):
-            driver.run(2, x)
-    torch.testing.assert_close(driver.state_dict(), plain.state_dict())
+            both.driver.run(2, x)
+    both.same_state()
 
 
 def test_the_change_may_be_made_between_steps(threads):
@@ -220,16 +207,15 @@ def test_the_change_may_be_made_between_steps(threads):
         pipeline(Averaged("in place", late=True), output_loss_value_spec=True)
     model, plain, x = Averaged("none", late=True), Averaged("in place", late=True), torch.randn(8, 4)
     plain.load_state_dict(model.state_dict())
-    driver = PipelineDriver1F1B(pipeline(model, output_loss_value_spec=True), threads)
-    optimizer, own = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    both = Beside(threads, model, None, plain=plain, pipe={"output_loss_value_spec": True})
+    both.optimize(torch.optim.SGD, lr=0.1)
     for _ in range(2):
-        driver.copy_to(model)
+        both.driver.copy_to(model)
         in_place(model.teacher, model.student)
-        driver.load_state_dict(model.state_dict())
-        optimizer.zero_grad(), own.zero_grad()
-        assert_loss(driver.run(2, x), plain(x))
-        optimizer.step(), own.step()
-    torch.testing.assert_close(driver.state_dict(), plain.state_dict())
+        both.driver.load_state_dict(model.state_dict())
+        both.run(2, x)
+        both.update()
+    both.same_state()
 
 
 # A stage that changes what it was given, where tracing cannot see it: a module of the user's own that is not traced.
@@ -316,6 +302,21 @@ MODELS = {
 }
 
 
+class Changed(Skip):
+    """Between its stages, ``change`` is called with what the last one uses, too."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        value = self.first(x)
+        pipe_split()
+        y = self.change(self, value)
+        pipe_split()
+        return y + value
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("loss", [None, loss_fn], ids=["inference", "training"])
 def test_the_reference_names_the_stage_the_input_and_the_line(model, loss):
@@ -333,30 +334,16 @@ def test_a_driver_refuses_it_too(threads, model):
 
 
 def test_what_nobody_else_uses_may_be_changed(threads):
-    model = Alone()
-    plain, x, target = copy.deepcopy(model), torch.randn(4, 4), torch.randn(4, 4)
-    expected = loss_fn(plain(x), target)
-    expected.backward()
-    pipe = pipeline(model, loss_fn, tracer=Opaque)
-    torch.testing.assert_close(pipe(x, target), expected.detach())
-    driver = PipelineDriver1F1B(pipe, threads)
-    torch.testing.assert_close(driver.run(2, x, target), expected.detach())
-    assert_gradients(driver, plain)
-    assert_same_gradients(pipe, plain)
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    both = Beside(threads, Alone(), loss_fn, pipe={"tracer": Opaque})
+    both.step(2, x, target)
+    torch.testing.assert_close(both.pipe(x, target), loss_fn(both.plain(x), target).detach())
+    assert_same_gradients(both.pipe, both.plain)
 
 
 def test_the_advice(threads):
-    class Advised(Skip):
-        def forward(self, x):
-            value = self.first(x)
-            pipe_split()
-            y = self.clamp(value.clone())
-            pipe_split()
-            return y + value
-
-    model, x = Advised(), torch.randn(4, 4)
-    pipe = pipeline(model, tracer=Opaque)
-    torch.testing.assert_close(pipe(x), model(x))
+    model, x = Changed(lambda model, value: model.clamp(value.clone())), torch.randn(4, 4)
+    torch.testing.assert_close(pipeline(model, tracer=Opaque)(x), model(x))
 
 
 def test_a_loss_that_changes_its_target():
@@ -377,16 +364,8 @@ def halve(value):
 
 
 def test_a_function_that_was_not_traced():
-    class Model(Skip):
-        def forward(self, x):
-            value = self.first(x)
-            pipe_split()
-            y = halve(value)
-            pipe_split()
-            return y + value
-
     with pytest.raises(StageError, match=r"(?s)changed its input 'first' in place.*halve\(value\)"):
-        pipeline(Model())(torch.randn(3, 4))
+        pipeline(Changed(lambda model, value: halve(value)))(torch.randn(3, 4))
 
 
 def test_an_autograd_function_that_marks_its_input_dirty():
@@ -400,16 +379,8 @@ def test_an_autograd_function_that_marks_its_input_dirty():
         def backward(ctx, gradient):
             return gradient * 2
 
-    class Model(Skip):
-        def forward(self, x):
-            value = self.first(x)
-            pipe_split()
-            y = Double.apply(value)
-            pipe_split()
-            return y + value
-
     with torch.no_grad(), pytest.raises(StageError, match="changed its input 'first' in place"):
-        pipeline(Model())(torch.randn(3, 4))
+        pipeline(Changed(lambda model, value: Double.apply(value)))(torch.randn(3, 4))
 
 
 def test_inference_mode_has_no_versions():

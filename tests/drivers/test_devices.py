@@ -31,7 +31,7 @@ from pippy.drivers.wire.gpu.copies import Accelerator, NotShared, Shared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError
-from tests.comparisons import assert_loss, assert_state, update
+from tests.comparisons import Beside, update
 from tests.drivers.models import TiedLanguage, cross_entropy, tokens
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.simulated_device import SimulatedDevice
@@ -61,22 +61,24 @@ def devices(request, simulated):
     assert {fault for device in simulated for fault in device.faults} == set()
 
 
+@pytest.fixture
+def three(simulated):
+    """A cluster of three workers, each on a simulated device; at the end none of these was misused."""
+    with thread_cluster(3, simulated) as cluster:
+        yield cluster
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
 @pytest.mark.parametrize("options", [{}, {"out_of_order": True}])
 def test_a_device_hands_values_on(devices, options):
     """Worker 1, as if it were on another host with workers 2 and 3, hands on what worker 0 has made."""
     torch.manual_seed(0)
-    plain, x, target = AttentionResiduals(4).double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
     program = replace(make_schedule("1f1b", workers=4, chunks=3), hosts=(0, 1, 1, 1))
-    pipe = pipeline(copy.deepcopy(plain), nn.MSELoss())
-    driver = PipelineDriver(pipe, devices, schedule=program, check=False, **options)
+    both = Beside(devices, AttentionResiduals(4).double(), schedule=program, check=False, **options)
     for _ in range(2):
-        driver.zero_grad()
-        loss = driver.run(3, x, target)
-    assert_loss(loss, F.mse_loss(plain(x), target))
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(driver.gradients()[name], parameter.grad)
-    orders = [list(map(str, order)) for order in driver.program(3).orders]
+        both.zero_grad()
+        both.step(3, torch.randn(6, 8).double(), torch.randn(6, 8).double())
+    orders = [list(map(str, order)) for order in both.driver.program(3).orders]
     assert "send tanh.0 to 3" in orders[1] and "send tanh.0 to 2" in orders[1] and "send tanh.0 to 2" not in orders[0]
 
 
@@ -84,18 +86,15 @@ def test_a_device_hands_values_on(devices, options):
 @pytest.mark.parametrize("config", MultiUseParameterConfig)
 def test_training_is_that_of_the_plain_model(devices, config, schedule, options):
     torch.manual_seed(0)
-    model = TiedLanguage().double()
-    plain = copy.deepcopy(model)
-    pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
-    driver = PipelineDriver(pipe, devices, schedule=schedule, **options)
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    model, pipe = TiedLanguage().double(), {"multi_use_param_spec": config}
+    both = Beside(devices, model, cross_entropy, pipe=pipe, schedule=schedule, **options)
+    both.optimize(torch.optim.AdamW, lr=1e-2)
     for _ in range(3):
-        x, target = tokens()
-        assert_loss(driver.run(3, x, target), cross_entropy(plain(x), target), rtol=1e-9, atol=0)
-        torch.testing.assert_close(driver.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        update(mine, theirs)
-    assert_state(driver, plain, rtol=1e-8, atol=1e-11)
+        both.run(3, *tokens(), rtol=1e-9, atol=0)
+        norm = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.5)
+        torch.testing.assert_close(both.driver.clip_grad_norm_(0.5), norm)
+        both.update()
+    both.same_state(rtol=1e-8, atol=1e-11)
 
 
 @needs_gpu
@@ -104,10 +103,9 @@ def test_values_that_stay_on_gpus_are_those_that_go_by_the_host(second):
     if second == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU here")
     close_open_cluster()
-    given = torch.randn(2, 8, 4, dtype=torch.float64)
     with local_cluster(2, devices=["cuda:0", second]) as cluster:
-        _, driver = chained(cluster, schedule="interleaved_1f1b")
-        losses = [driver.run(4, *given) for _ in range(5)]
+        driver = chained(cluster, schedule="interleaved_1f1b").driver
+        losses = [driver.run(4, *GIVEN) for _ in range(5)]
         print(cluster.routes)
         assert losses == losses[:1] * 5, "the first two went by the host"
 
@@ -155,56 +153,51 @@ class Chained(nn.Module):
         return x
 
 
+GIVEN = torch.randn(2, 8, 4, dtype=torch.float64)
+
+
 def chained(cluster, **options):
     torch.manual_seed(0)
-    model = Chained().double()
-    return copy.deepcopy(model), PipelineDriver(pipeline(model, mean_square), cluster, loss_reduction="mean", **options)
+    options = {"schedule": "1f1b", "world_size": 2} | options
+    return Beside(cluster, Chained().double(), mean_square, loss_reduction="mean", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "interleaved_1f1b", "world_size": 2}])
-def test_a_step_starts_its_work_and_waits_at_its_end_only(monkeypatch, simulated, options):
-    with thread_cluster(3, simulated) as cluster:
-        plain, driver = chained(cluster, **{"schedule": "1f1b", "world_size": 2} | options)
-        x, target = torch.randn(2, 8, 4, dtype=torch.float64)
-        with started_only(monkeypatch):
-            loss = driver.run(8, x, target)
-            with torch.no_grad():
-                output = driver.run(4, x, target)
-    torch.testing.assert_close(loss, mean_square(plain(x), target).detach())
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "interleaved_1f1b"}])
+def test_a_step_starts_its_work_and_waits_at_its_end_only(monkeypatch, simulated, three, options):
+    both = chained(three, **options)
+    with started_only(monkeypatch):
+        loss = both.run(8, *GIVEN)
+        with torch.no_grad():
+            output = both.driver.run(4, *GIVEN)
     torch.testing.assert_close(output, loss)
     assert simulated[0].arrived >= 8 + 4, "inputs of the model are copied, too"
-    assert [device.faults for device in simulated] == [[]] * 3
 
 
-def test_replicas_tell_each_other_what_batch_norms_have_noted_and_wait_for_no_device(monkeypatch, simulated):
-    states, (x, target) = [], torch.randn(2, 8, 4, dtype=torch.float64)
+def test_replicas_tell_each_other_what_batch_norms_have_noted_and_wait_for_no_device(monkeypatch, three):
+    states = []
     for replicas in (1, 2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
         pipe = Pipe.from_sequential(convert_deferred_batch_norm(model), nn.MSELoss())
-        with thread_cluster(3, simulated) as cluster:
-            driver = PipelineDriver(
-                pipe, cluster, schedule="interleaved_1f1b", replicas=replicas, all_ranks=list(range(replicas))
-            )
-            for _ in range(2):
-                with started_only(monkeypatch):
-                    driver.run(4, x, target)
-                driver.zero_grad()
-            states.append(driver.state_dict())
+        options = {"replicas": replicas, "all_ranks": list(range(replicas))}
+        driver = PipelineDriver(pipe, three, schedule="interleaved_1f1b", **options)
+        for _ in range(2):
+            with started_only(monkeypatch):
+                driver.run(4, *GIVEN)
+            driver.zero_grad()
+        states.append(driver.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-    assert [device.faults for device in simulated] == [[]] * 3
 
 
 def steps_of(monkeypatch, devices, count=4):
     """The losses and gradients of so many steps, the copies of the last one, and how values went."""
     with thread_cluster(len(devices), devices) as cluster:
-        _, driver = chained(cluster, schedule="interleaved_1f1b", world_size=2)
-        torch.manual_seed(1)
-        given, losses, gradients = torch.randn(2, 8, 4, dtype=torch.float64), [], []
+        driver = chained(cluster, schedule="interleaved_1f1b").driver
+        losses, gradients = [], []
         for _ in range(count):
             copied = sum(device.copied for device in devices)
             with started_only(monkeypatch):
-                losses.append(driver.run(4, *given))
+                losses.append(driver.run(4, *GIVEN))
             copied = sum(device.copied for device in devices) - copied
             gradients.append(driver.gradients(["layers.0.weight"])["layers.0.weight"])
             driver.zero_grad()
@@ -232,79 +225,65 @@ def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
     assert [device.faults for device in [*simulated, *others]] == [[]] * 6
 
 
-def test_what_is_protected_is_on_the_host_and_goes_past_the_devices(simulated):
-    with thread_cluster(3, simulated) as cluster:
-        _, driver = chained(cluster, schedule="1f1b", world_size=2)
-        optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
-        driver.run(4, *torch.randn(2, 8, 4, dtype=torch.float64))
-        optimizer.step()
-        driver.zero_grad()
-        wanted, copied = driver.state_dict(), [device.copied for device in simulated]
-        driver.protect(optimizer=optimizer, step=1)
-        assert [device.copied for device in simulated] == copied
-        optimizer.step()
-        assert driver.recover() == {"step": 1}
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in driver.state_dict().items())
-    assert [device.faults for device in simulated] == [[]] * 3
+def test_what_is_protected_is_on_the_host_and_goes_past_the_devices(simulated, three):
+    driver = chained(three).driver
+    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+    driver.run(4, *GIVEN)
+    update(optimizer)
+    wanted, copied = driver.state_dict(), [device.copied for device in simulated]
+    driver.protect(optimizer=optimizer, step=1)
+    assert [device.copied for device in simulated] == copied
+    optimizer.step()
+    assert driver.recover() == {"step": 1}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in driver.state_dict().items())
 
 
-def test_outputs_leave_the_device_while_it_computes(monkeypatch, simulated):
-    model = Chained()
-    with thread_cluster(3, simulated) as cluster:
-        driver = PipelineDriver(pipeline(copy.deepcopy(model)), cluster, world_size=2)
-        x = torch.randn(8, 4)
-        driver.run(4, x)  # the first step looks at an output twice
-        with started_only(monkeypatch), torch.no_grad():
-            torch.testing.assert_close(driver.run(4, x), model(x))
-    assert [device.faults for device in simulated] == [[]] * 3
+def test_outputs_leave_the_device_while_it_computes(monkeypatch, three):
+    model, x = Chained(), torch.randn(8, 4)
+    driver = PipelineDriver(pipeline(copy.deepcopy(model)), three, world_size=2)
+    driver.run(4, x)  # the first step looks at an output twice
+    with started_only(monkeypatch), torch.no_grad():
+        torch.testing.assert_close(driver.run(4, x), model(x))
 
 
-def test_a_recorded_step_notes_events_and_reads_them_at_its_end(monkeypatch, simulated):
-    with thread_cluster(3, simulated) as cluster:
-        _, driver = chained(cluster, schedule="1f1b", world_size=2)
-        given = torch.randn(2, 8, 4, dtype=torch.float64)
-        with started_only(monkeypatch), driver.record() as recording:
-            driver.run(4, *given)
+def test_a_recorded_step_notes_events_and_reads_them_at_its_end(monkeypatch, three):
+    driver = chained(three).driver
+    with started_only(monkeypatch), driver.record() as recording:
+        driver.run(4, *GIVEN)
     (step,) = recording.steps
     for record in step.noted:
         assert record.began <= record.started <= record.ends[0]
         assert list(record.ends) == sorted(record.ends) and record.ends[-1] <= record.ended
-    assert [device.faults for device in simulated] == [[]] * 3
 
 
 def test_a_device_that_fails_ends_the_step_and_the_next_is_right(simulated):
     with thread_cluster(3, simulated) as cluster:
-        plain, driver = chained(cluster, schedule="1f1b", world_size=2)
-        given = torch.randn(2, 8, 4, dtype=torch.float64)
+        both = chained(cluster)
         for failing in simulated[:2]:
             failing.fails = True
             with pytest.raises(StepError, match="DeviceFailed: an assertion in a kernel"):
-                driver.run(4, *given)
+                both.driver.run(4, *GIVEN)
             failing.fails = False
-            driver.zero_grad()
-            torch.testing.assert_close(driver.run(4, *given), mean_square(plain(given[0]), given[1]).detach())
+            both.zero_grad()
+            both.step(4, *GIVEN)
 
 
 def test_a_device_that_fails_after_the_last_instruction_ends_the_step(monkeypatch, simulated):
     """Its worker sends nothing, and would have answered that the step has succeeded."""
     inner, failing = Executor._go_through, simulated[0]
     with thread_cluster(1, simulated[:1]) as cluster:
-        plain, driver = chained(cluster)
+        both = chained(cluster, schedule="interleaved_1f1b", world_size=1)
 
         def go_through(executor, *given):
             inner(executor, *given)
             failing.fails = True
 
-        given = torch.randn(2, 8, 4, dtype=torch.float64)
         with monkeypatch.context() as patched:
             patched.setattr(Executor, "_go_through", go_through)
             with pytest.raises(StepError, match="DeviceFailed: an assertion in a kernel"):
-                driver.run(4, *given)
+                both.driver.run(4, *GIVEN)
         failing.fails = False
-        driver.run(1, *given)
-        mean_square(plain(given[0]), given[1]).backward()
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(driver.gradients([name])[name], parameter.grad)
+        both.step(1, *GIVEN)
 
 
 class Second(Exception):
@@ -316,8 +295,7 @@ def test_what_a_failed_step_has_not_sent_is_not_sent(monkeypatch, simulated):
     leaves, failing = simulated[0].copies_may_end, simulated[0]
     inner = DeviceTransport.send
     with thread_cluster(2, simulated[:2]) as cluster:
-        plain, driver = chained(cluster, schedule="1f1b")
-        given = torch.randn(2, 8, 4, dtype=torch.float64)
+        both = chained(cluster)
 
         def send(transport, *given):
             inner(transport, *given)
@@ -327,21 +305,19 @@ def test_what_a_failed_step_has_not_sent_is_not_sent(monkeypatch, simulated):
         with monkeypatch.context() as patched:
             patched.setattr(DeviceTransport, "send", send)
             with pytest.raises(StepError, match="Second"):
-                driver.run(4, *given)
+                both.driver.run(4, *GIVEN)
         failing.fails = True
         leaves.set()
         assert failing.has_failed.wait(10)
         failing.fails = False
-        driver.zero_grad()
-        torch.testing.assert_close(driver.run(4, *given), mean_square(plain(given[0]), given[1]).detach())
+        both.zero_grad()
+        both.run(4, *GIVEN)
 
 
-def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simulated):
-    with thread_cluster(3, simulated) as cluster:
-        _, driver = chained(cluster, schedule="1f1b", world_size=2)
-        driver.close()
-        PipelineDriver(pipeline(Chained()), cluster)  # what is closed is dropped with the next command
-        assert [device.freed_caches for device in simulated] == [1, 1, 0]
+def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simulated, three):
+    chained(three).driver.close()
+    PipelineDriver(pipeline(Chained()), three)  # what is closed is dropped with the next command
+    assert [device.freed_caches for device in simulated] == [1, 1, 0]
 
 
 def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
