@@ -23,9 +23,10 @@ from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.messages.handed_sockets import close_all
+from pippy.drivers.wire.messages.rpc import BEYOND
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import pickle_message, unpickle
-from tests.drivers.processes import few_descriptors
+from tests.drivers.processes import few_descriptors, until
 
 DOOR = Invitation("", 0, b"")
 NOTHING: MappingProxyType[int, Any] = MappingProxyType({})
@@ -176,6 +177,22 @@ def test_two_workers_of_a_host_that_is_not_the_controller_s_share_memory():
     first.send(3, (0, 0, 0), torch.ones(2))
     assert second.receive((0, 0, 0), 2).sum() == 2
     assert 3 in first.connections and not first.far_connections
+    for worker in workers:
+        worker.transport.close()
+
+
+def test_two_workers_of_different_hosts_get_a_connection_that_breaks_when_it_is_silent():
+    names, timeout = ["a", "b"], 3.0
+    workers = [TorchrunWorker(i, names, "cpu", str, far=[1 - i], address="127.0.0.1", timeout=timeout) for i in (0, 1)]
+    workers[1].urgent(ComeIn(0, workers[0].urgent(Connect(0, 1, near=False))))
+    assert until(lambda: 1 in workers[0].transport.far_connections)
+    for worker, peer in zip(workers, (1, 0)):
+        end = worker.transport.far_connections[peer].socket
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * (timeout + BEYOND)
+    first, second = (worker.transport for worker in workers)
+    first.send(1, (0, 0, 0), torch.ones(2))
+    assert second.receive((0, 0, 0), 0).sum() == 2
     for worker in workers:
         worker.transport.close()
 
