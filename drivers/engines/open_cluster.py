@@ -67,8 +67,8 @@ def cluster(
     SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
     there are GPUs.
 
-    Workers of one host pass tensors through memory that both see, others by TCP and RPC (``print(cluster.routes)``). With
-    ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
+    Workers of one host pass tensors through memory that both see, others by TCP (``print(cluster.routes)``). Under torchrun,
+    ``transport="rpc"`` has all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
 
     A worker that does not answer for ``timeout`` seconds is lost. The default is 5, and 65 where torchrun has started workers
     on several hosts: a network that is cut for 30 s ends nothing then.
