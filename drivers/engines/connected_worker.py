@@ -69,8 +69,7 @@ class Peers:
     """Gets worker ``index`` its connections with others: of two, one opens a door, and the other comes in there.
 
     Those that share no memory with it reach it at ``address``; if there is none, they do without. The connections are for the
-    ``carrier`` of values. ``probes`` says when one of TCP is broken: see
-    `break_when_silent`.
+    ``carrier`` of values. ``probes`` says when one of TCP is broken: see `break_when_silent`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ from pippy.drivers.engines.local.fork_server import (
     send_boot,
 )
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.session.calls import Address, Messages
+from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.ir.base.logs import LOGGER
 from pippy.ir.base.public_calls import placing_words
@@ -68,7 +68,7 @@ class LocalEngine:
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         self._killed_for_memory = killed_for_memory()
-        self.connections = ControllerConnections()
+        self.messages = ControllerConnections()
         self.socket, self.fork_server = self._fork_server()
 
     def _fork_server(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
@@ -139,7 +139,7 @@ class LocalEngine:
                 self._await(deadline, within)
             with uninterrupted():
                 for index, sockets in ends.items():
-                    self.connections.replace(index, *sockets)
+                    self.messages.replace(index, *sockets)
                 undo.pop_all()
         return {index: self._address(index) for index in ends}
 
@@ -151,7 +151,7 @@ class LocalEngine:
             for index in workers:
                 self._forget(index)
                 self._ask(End(index))
-                self.connections.drop(index)
+                self.messages.drop(index)
 
     def _forget(self, index: int) -> None:
         """Go on without the process of a worker, and what is reported of it from now on."""
@@ -176,11 +176,6 @@ class LocalEngine:
     def routes(self) -> Routes:
         """How values go between the workers."""
         return Routes.of_host(self.config.names, socket.gethostname(), self.config.devices)
-
-    @property
-    def messages(self) -> Messages:
-        """What carries messages to the workers."""
-        return self.connections
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
@@ -211,7 +206,7 @@ class LocalEngine:
             with contextlib.suppress(OSError):  # it has ended
                 self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
             self.socket.close()
-            self.connections.close()
+            self.messages.close()
             self._end()
 
     def _end(self) -> None:

@@ -12,7 +12,7 @@ from pippy.drivers.engines.arguments import check_choice, checked_names, polling
 from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
 from pippy.drivers.engines.local.local_cluster import WORKER
 from pippy.drivers.engines.ray.ray_engine import RayEngine, RayLaunch
-from pippy.drivers.engines.ray.ray_instance import imported_ray, starts_own, use_ray
+from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray, starts_own, use_ray
 from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import brief
 
@@ -59,7 +59,16 @@ def ray_cluster(
     check_none_open()
     note_local_cluster()
     use_ray(address, launch.actors * bundle.get("CPU", 0))
-    return opened(partial(RayEngine, launch), timeout, start_timeout)
+    return opened(partial(_engine, launch), timeout, start_timeout)
+
+
+def _engine(launch: RayLaunch) -> RayEngine:
+    """The engine, on the Ray that this process uses for it. If there is no engine, this process leaves Ray."""
+    try:
+        return RayEngine(launch)
+    except BaseException:
+        leave_ray()
+        raise
 
 
 def _cores() -> int:

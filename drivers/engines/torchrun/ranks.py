@@ -10,7 +10,6 @@ files would give other numbers.
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store
 
+from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.versions import digest_of, digests_of_files, versions
 
@@ -110,19 +110,7 @@ class RankBoard:
 
     def _wait(self, keys: list[str]) -> None:
         """Wait on another thread, as Ctrl-C cannot interrupt torch while it waits."""
-        failed: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                self.store.wait(keys, timedelta(seconds=self.timeout))
-            except Exception as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=wait, name="pippy meeting", daemon=True)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
+        beside(lambda: self.store.wait(keys, timedelta(seconds=self.timeout)), "pippy meeting").result()
 
     def _call(self, call: Any) -> Any:
         try:

@@ -73,15 +73,14 @@ class ControllerConnections:
         both, the first is to let the other in: it is returned."""
         if not self._at:
             return None
-        if any(self._near(self._at[each]) is None for each in (one, other)):
-            return one
         with self._lock, uninterrupted():
+            first, second = self._near(self._at[one]), self._near(self._at[other])
+            if first is None or second is None:
+                return one
             with in_words(f"a socket between workers {one} and {other}"):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for worker, peer, end in zip((one, other), (other, one), ends):
-                near = self._near(self._at[worker])
-                assert near is not None, "a socket goes to no other host"
-                near.send_end(peer, end)
+            first.send_end(other, ends[0])
+            second.send_end(one, ends[1])
         return None
 
     def replace(self, worker: int, end: socket.socket, urgent: socket.socket) -> None:
