@@ -12,10 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.base.versions import versions
@@ -431,13 +433,8 @@ def _first_cause(error: Exception) -> str:
 
 
 def _within(seconds: float, do: Callable[[], Any]) -> bool:
-    """Call a function, and wait no longer for it: where the head of Ray is gone, its calls take a minute. False if it did."""
+    """Call a function, and wait no longer for it: where the head of Ray is gone, its calls take a minute. False if it did.
 
-    def quietly() -> None:
-        with suppress(Exception):  # there is nothing left to end
-            do()
-
-    thread = threading.Thread(target=quietly, name="pippy ray", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    What it raises says nothing: there is nothing left to end.
+    """
+    return bool(wait([beside(do, "pippy ray")], seconds).done)
