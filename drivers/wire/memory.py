@@ -17,6 +17,7 @@ import torch
 from pippy.drivers.base.host_errors import in_words, no_descriptor
 from pippy.drivers.wire.value_layout import LeafIndex, ValueLayout, rebuild, rest_from_bytes
 
+_CAME = "the memory in which a value came"
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
 
 
@@ -151,14 +152,19 @@ def map_shared(fd: int) -> Memory:
 
 def map_received(ancillary: Sequence[tuple[int, int, bytes]]) -> Memory:
     """The memory whose file descriptor came beside a packet. Raises OSError if this process had none free for it."""
-    what, fd = "the memory in which a value came", descriptor_beside(ancillary)
-    if fd is None:
-        raise no_descriptor(what)
+    fd = _memory_beside(ancillary)
     try:
-        with in_words(what):
+        with in_words(_CAME):
             return map_shared(fd)
     finally:
         os.close(fd)
+
+
+def _memory_beside(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
+    fd = descriptor_beside(ancillary)
+    if fd is None:
+        raise no_descriptor(_CAME)
+    return fd
 
 
 def descriptor_beside(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
@@ -223,10 +229,7 @@ class MemoryFile(CopiedBytes):
     @staticmethod
     def received(ancillary: Sequence[tuple[int, int, bytes]]) -> "MemoryFile":
         """The one that came beside a packet. Raises OSError if this process had no file descriptor free for it."""
-        fd = descriptor_beside(ancillary)
-        if fd is None:
-            raise no_descriptor("the memory in which a value came")
-        return MemoryFile(fd)
+        return MemoryFile(_memory_beside(ancillary))
 
     def close(self) -> None:
         """Close the file descriptor."""

@@ -23,7 +23,6 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -44,7 +43,6 @@ from pippy.drivers.wire.packet import (
     RING,
     START,
     VALUE,
-    Find,
     KnownLayout,
     ReceivedLayouts,
     SentLayouts,
@@ -53,7 +51,7 @@ from pippy.drivers.wire.packet import (
 )
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.wire.received_values import ValueKey
-from pippy.drivers.wire.ring import MINIMUM, Ring, RingReview, ring_size
+from pippy.drivers.wire.ring import Ring, ring_size
 from pippy.drivers.wire.value_layout import NO_LAYOUT, Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
 _BUFFER = 1 << 20  # what a socket is asked to hold of packets that are not read; the system may allow less
@@ -76,6 +74,10 @@ class _Outgoing:
         """A copy, in memory of its own."""
         copies = [tensor.detach().clone() for tensor in self.tensors]
         return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest, self.end)
+
+    def write_header(self, packet: memoryview, size: int, asks: int = 0, end: int = 0, ring: int = 0) -> None:
+        """Write the header of its packet. It has so many bytes, which end at ``end`` in the ring."""
+        write_header(packet, self.kind, asks, self.number, len(self.rest), self.key, size, end, ring)
 
 
 class Receiver(Protocol):
@@ -128,7 +130,6 @@ class SharedMemoryConnection:
         # to send
         self._sent_layouts = SentLayouts(self._packet)
         self._ring: Ring | None = None
-        self._review = RingReview()
         self._out: Memory | None = None
         self._rings_made = 0
         self._holds = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -229,24 +230,23 @@ class SharedMemoryConnection:
             self._sending = False
 
     def _sent(self, outgoing: _Outgoing) -> bool:
-        kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
         if outgoing.end is not None:
             return self._send_end(outgoing.number, outgoing.end)
-        rest = len(outgoing.rest)
-        size = layout.size + rest
+        layout, rest = outgoing.layout, outgoing.rest
+        size = layout.size + len(rest)
         if size <= INLINE and self._has_room(size):
-            self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
-            write_header(self._packet.bytes, kind, 0, number, rest, key, size)
+            self._packet.write(START, layout, outgoing.tensors, rest)
+            outgoing.write_header(self._packet.bytes, size)
             return self._send(START + size)
         if size > self.limit and not self.keeps_larger:
             return self._send_alone(outgoing, size)
-        start = self._allocate(aligned(size), key[0])
+        start = self._allocate(aligned(size))
         if start is None or self._ring is None or self._out is None:
             return self._send_alone(outgoing, size)
         ring = self._ring
-        self._out.write(start, layout, outgoing.tensors, outgoing.rest)
+        self._out.write(start, layout, outgoing.tensors, rest)
         asks = ring.should_ask()
-        write_header(self._packet.bytes, kind, asks, number, rest, key, size, end=ring.head)
+        outgoing.write_header(self._packet.bytes, size, asks, ring.head)
         if not self._send():
             ring.head -= aligned(size)  # given back
             return False
@@ -276,17 +276,7 @@ class SharedMemoryConnection:
             if size > self.limit and not self.keeps_larger:
                 raise
             return False
-        write_header(
-            self._packet.bytes,
-            outgoing.kind,
-            0,
-            outgoing.number,
-            len(outgoing.rest),
-            outgoing.key,
-            size,
-            aligned(size),
-            ALONE,
-        )
+        outgoing.write_header(self._packet.bytes, size, end=aligned(size), ring=ALONE)
         try:
             return self._send_with(file.fd)
         finally:
@@ -324,28 +314,13 @@ class SharedMemoryConnection:
             return False
         return True
 
-    def _allocate(self, size: int, step: int) -> int | None:
+    def _allocate(self, size: int) -> int | None:
         """The offset of a free place in the ring; None if there is none."""
-        ring, start = self._ring, None
-        if ring is not None:
-            if step != self._review.step and self._review.halves(step, ring):
-                with suppress(OSError):
-                    ring = self._replace(max(ring.size // 2, size, MINIMUM)) or ring
-            start = ring.allocate(size)
-            if start is not None and 2 * (used := ring.head - ring.tail) <= ring.size:
-                ring.peak = max(ring.peak, used)
-                return start
-        return self._allocate_scarce(size, start)
-
-    def _allocate_scarce(self, size: int, start: int | None) -> int | None:
-        """The place ``start`` in a ring of which half is in use, as far as is known, or another where there was none."""
-        ring = self._ring
-        if ring is not None and (start is None or ring.should_look()):
+        start = self._ring.allocate(size) if self._ring else None
+        if start is None and self._ring:
             self._read_answers()
-            if start is None and self._ring:
-                start = self._ring.allocate(size)
-            ring.peak = max(ring.peak, ring.head - ring.tail)
-        if start is None and (self._ring is None or size > self._ring.size or self._ring.size < self.limit):
+            start = self._ring.allocate(size) if self._ring else None
+        if start is None and (self._ring is None or self._ring.size < max(size, self.limit)):
             made = self._grow(size)
             start = made.allocate(size) if made else None
         if start is None:
@@ -361,20 +336,16 @@ class SharedMemoryConnection:
             pass  # the next step raises it again
 
     def _grow(self, size: int) -> Ring | None:
-        """Make a larger ring, and send it."""
+        """Make a larger ring, and send it. The receiver empties the old ring before it sees the new one."""
+        before = self._ring.size if self._ring else 0
+        made = ring_size(size, before, self.limit)
         try:
-            ring = self._replace(ring_size(size, self._ring.size if self._ring else 0, self.limit))
+            fd, memory = create_shared(made)
         except OSError:
-            if self._ring is None or size > self._ring.size:
+            if size > before:
                 raise
-            self.limit = self._ring.size
+            self.limit = before
             return None
-        self._review.grew()
-        return ring
-
-    def _replace(self, made: int) -> Ring | None:
-        """Make another ring, and send it. The receiver empties the old ring before it sees the new one."""
-        fd, memory = create_shared(made)
         write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
         try:
             if not self._send_with(fd) or self.ended:
@@ -422,10 +393,14 @@ class SharedMemoryConnection:
         if wanted and not end:  # it is inside the packet
             self.receiver.put((step, value, microbatch), self._layouts.read(layout, rest, None))
             return True
-        if kind != VALUE:
-            self._take_in(kind, layout, rest, size, end, ring, ancillary)
-        alone = self._take_alone(ancillary) if kind == VALUE and ring == ALONE else None
-        taken = self._layouts.read(layout, rest, self._finds(size, end, alone)) if wanted else None
+        taken, alone = None, self._take_alone(ancillary) if ring == ALONE else None
+        find = partial(self._bytes_of, size, end, alone) if end else None  # else they are inside the packet
+        if wanted:
+            taken = self._layouts.read(layout, rest, find)
+        elif kind == LAYOUT:
+            self._layouts.learn(layout, rest, find)
+        elif kind != VALUE:
+            self._take_in(kind, layout, size, end, ring, ancillary)
         if isinstance(alone, MemoryFile):
             alone.close()
         if asks:
@@ -435,27 +410,18 @@ class SharedMemoryConnection:
         return True
 
     def _take_in(
-        self, kind: int, layout: int, rest: int, size: int, end: int, ring: int, ancillary: list[tuple[int, int, bytes]]
+        self, kind: int, peer: int, size: int, end: int, ring: int, ancillary: list[tuple[int, int, bytes]]
     ) -> None:
-        """Take in a packet that brings no value."""
-        if kind == LAYOUT:
-            alone = self._take_alone(ancillary) if ring == ALONE else None
-            self._layouts.learn(layout, rest, self._finds(size, end, alone))
-            if isinstance(alone, MemoryFile):
-                alone.close()
-        elif kind == RING:
+        """Take in a packet that brings neither a value nor a layout."""
+        if kind == RING:
             self._take_ring(ancillary, size, ring)
         elif kind == FREED:
             self._freed(end, ring)
         elif kind == END and self.take_end is not None:
-            self.take_end(layout, descriptor_beside(ancillary))
+            self.take_end(peer, descriptor_beside(ancillary))
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
             self._sent_layouts.by_signature.clear()  # layouts may have been in what was refused
-
-    def _finds(self, size: int, end: int, alone: MemoryFile | OSError | None) -> Find | None:
-        """Finds the bytes of a packet; None for those that are inside."""
-        return partial(self._bytes_of, size, end, alone) if end else None
 
     def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Source, int]:
         if alone is not None:

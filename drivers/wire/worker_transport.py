@@ -31,9 +31,8 @@ class WorkerTransport(Transport):
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers that pass values. ``peers`` has some; others
     come from the controller, before the first message that needs them, or `add_near` brings them. ``limit`` bounds the shared
     memory that is kept for each direction (a single value may be larger); values for which it has no room are in memory of
-    their own until they are read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A
-    ring of which half is not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a
-    process ends.
+    their own until they are read. While a ring is replaced, the old ring that the receiver has not emptied is in use too.
+    The memory has no name in the file system, so nothing is left behind, however a process ends.
 
     To peers which share no memory with this process, values go by a connection of TCP: `add_far` brings it, and ``lost`` is
     called if it breaks. To those that are ``far`` and have none ``post(to, key, value)`` carries them, and at its end

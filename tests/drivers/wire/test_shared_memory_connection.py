@@ -128,37 +128,10 @@ def shared_bytes(transport):
     return sum(memory.size for memory in memories if memory is not None)
 
 
-def test_a_ring_that_is_larger_than_what_is_in_flight_shrinks_and_stays():
-    """One step had much in flight; the later ones have a quarter of a megabyte each, which is taken at once."""
-    with two() as (here, there):
-        receive_all(here, there, [7], [send_at_once(here, 16, MEGABYTE)])
-        assert shared_bytes(here) >= 16 * MEGABYTE
-        for step in range(1, 400):
-            here.send(1, (step, 0, 0), filled(step, MEGABYTE // 4))
-            assert holds(there.receive((step, 0, 0), 0), step, MEGABYTE // 4)
-        assert shared_bytes(here) == shared_bytes(there) == MINIMUM
-        made = here.connections[1]._rings_made
-        for step in range(400, 600):
-            here.send(1, (step, 0, 0), filled(step, MEGABYTE // 4))
-            there.receive((step, 0, 0), 0)
-        assert here.connections[1]._rings_made == made
-
-
 def send_at_once(transport, count, size):
     for number in range(count):
         transport.send(1, (0, number, 0), filled(number, size))
     return size
-
-
-def test_a_ring_that_is_needed_now_and_then_is_not_made_again_and_again():
-    with two() as (here, there):
-        for step in range(1000):
-            count = 12 if step % 40 == 0 else 1
-            for number in range(count):
-                here.send(1, (step, number, 0), filled(number, MEGABYTE))
-            for number in range(count):
-                there.receive((step, number, 0), 0)
-        assert here.connections[1]._rings_made < 25
 
 
 def test_rings_that_no_driver_needs_are_given_up():
