@@ -224,7 +224,7 @@ def test_memory_over_time_is_drawn_to_one_scale_and_to_the_time_of_the_step(tmp_
     measured = recorded(replace(step, noted=noted))
     measured.report(tmp_path / "report.html", memory=SimpleNamespace(program=step.program, workers=counted))
     text = (tmp_path / "report.html").read_text()
-    drawn = re.findall(r'<g class="held-(\w+)">.*?<polyline [^>]*points="([^"]*)"', text)
+    drawn = re.findall(r'<polyline class="held-(\w+)" [^>]*points="([^"]*)"', text)
     assert [name for name, _ in drawn] == ["measured", "counted"] * 4
     for at, (_, points) in enumerate(drawn):
         worker, its = at // 2, [each // (1 + at % 2) for each in most[at // 2]]
