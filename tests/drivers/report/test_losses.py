@@ -21,7 +21,7 @@ from pippy.drivers.report.step_data import BatchSize
 from pippy.ir.base.readable import duration, percent
 from tests.drivers.report.browser import cut_at, needs_browser, opened
 from tests.drivers.report.test_record import programs, randoms, times
-from tests.drivers.report.test_report import read, tables
+from tests.drivers.report.test_report import tables
 from tests.drivers.synthetic_steps import slow_stage, stepped
 
 
@@ -120,7 +120,6 @@ def page(tmp_path):
 def test_it_says_what_is_shorter_and_which_part_differs_most(page):
     before, after = lasting(3.0, 3.1, 2.9, flight=0.5), lasting(1.0, flight=0.2)
     before.compare(after, page, names=("uneven", "even"))
-    read(page)
     text = page.read_text()
     first, second = (each.typical.makespan for each in (before, after))
     shorter = percent(1 - second / first)
@@ -259,12 +258,6 @@ def test_computing_starting_and_fill_are_clearly_apart(page, eye):
     for op in ("F", "B"):
         assert distance(fills[op], fills[Cause.STARTING], eye) > 0.06
         assert distance(fills[op], fills[Cause.FILL], eye) > 0.2
-
-
-def test_the_colours_that_blue_and_green_had_before_would_fail():
-    """Forward and the backward of weights were alike for eyes that see no red; starting and fill were for all."""
-    assert distance("#7aa6e8", "#b6a3e3", "no red") < 0.03
-    assert distance("#e3e6ea", "#eceef1", "all colours") < 0.03
 
 
 def test_names_are_read_in_all_passes():
