@@ -13,7 +13,7 @@ What a driver does with the parameters, gradients and optimizers of its model is
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -54,7 +54,7 @@ from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster, DriverPlaces, current_cluster
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.model.recovery.recovery import NotReplaced, finish_saving
+from pippy.drivers.model.recovery.recovery import NotReplaced
 from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
@@ -450,7 +450,10 @@ class PipelineDriverBase(ModelOnWorkers):
         asked = WorkersToGoOnWith(workers, replicas)
         asked.check(len(self.cluster))
         check_fewer(fewer, workers, replicas)
-        finish_saving(self.saving.finish)
+        with suppress(
+            Exception
+        ):  # if a checkpoint that is written beside the run fails, the newest point is the one before
+            self.saving.finish()
         try:
             return self._recover(lambda lost: asked, schedule)
         except NotReplaced as error:
@@ -477,7 +480,7 @@ class PipelineDriverBase(ModelOnWorkers):
         def settle() -> None:
             self._settle(next_one)
 
-        values = self.recovery.recover(self.loading, self._send_again, wanted, settle)
+        values = self.recovery.recover(self._send_again, wanted, settle)
         self._arrangements.note(self._arrangement, schedule)
         if warning:
             source.warn(warning)

@@ -4,15 +4,19 @@ In the grid, as papers draw schedules, a line is a worker, and time runs to the 
 its name (``F3`` or, if its worker holds several stages, ``F5.3``: stage 5, micro-batch 3) and goes on with dashes; dots are
 idle. What takes no time is left out.
 
-In the picture a row is a worker and a box a pass, coloured by kind, shaded by stage. Perfetto (ui.perfetto.dev) and Chrome
-(chrome://tracing) open the trace events.
+In the picture a row is a worker and a box a pass, coloured by kind, shaded by stage. Recorded steps are drawn in the same way.
+Colours are attributes; a style sheet changes them by class for readers who prefer dark pages. ElementTree escapes all text.
+Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) open the trace events.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from html import escape
-from math import gcd, lcm
+from math import floor, gcd, lcm, log10
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
 
 from pippy.drivers.plan.cost.simulate import Simulation, Span, Timeline, simulate
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError, beginning
@@ -95,19 +99,121 @@ def common_step(timeline: Timeline) -> Fraction:
     return Fraction(gcd(*(int(time * denominator) for time in times)) or 1, denominator)
 
 
-WIDTH, MARGIN = 1200, 60
-ROW, GAP = 28, 4
+WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
+ROW, GAP = 26, 5
 NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
-DARK = in_the_dark(
-    {
-        ".pippy-timeline .ground": f"fill: {DARK_GROUND}",
-        ".pippy-timeline > g[fill] text": f"fill: {DARK_INK}",
-        ".pippy-timeline .pale text": f"fill: {DARK_INK}",
-        ".pippy-timeline g rect": f"stroke: {DARK_GROUND}",
-    }
-)
+TICKS = 10
+DARK = {
+    ".pippy-timeline": f"fill: {DARK_INK}",
+    ".pippy-timeline .ground": f"fill: {DARK_GROUND}",
+    ".pippy-timeline .axis line": f"stroke: {DARK_FAINT}",
+    ".pippy-timeline .box text": f"fill: {NAMED}",
+    ".pippy-timeline .pale text": f"fill: {DARK_INK}",
+    ".pippy-timeline .box rect[stroke]": f"stroke: {DARK_GROUND}",
+}
 PALE = 0.4  # the shade from which a name is written in light letters on a dark page
 MOST_DRAWN = 20_000  # instructions, in a notebook
+
+
+@dataclass(frozen=True)
+class DrawnTime:
+    """A part of a worker's time, as it is drawn. ``kind`` is a class for style sheets, and ``edge`` what a script knows it by.
+
+    ``shade`` is 0 for a worker's first stage and nears 1 for its last, which is the palest. A box with a shade is outlined.
+    """
+
+    start: float
+    end: float
+    name: str
+    title: str
+    fill: str
+    kind: str = ""
+    shade: float | None = None
+    edge: str = ""
+
+
+DrawnWorker = tuple[str, Iterable[DrawnTime]]  # the name of a worker, and what it did
+
+
+def draw(
+    parts: Mapping[str, Sequence[DrawnWorker]], span: float, time: Callable[[float], str], label: str, number: int = 0
+) -> Element:
+    """A picture of ``span``: a row for each worker, part by part, each below its title. ``time`` is how the axis says a time.
+
+    Boxes have their times as attributes, for a script that zooms. The pictures of one page differ by ``number``.
+    """
+    bottom = len(parts) * TOP + sum(map(len, parts.values())) * (ROW + GAP)
+    size = {"viewBox": f"0 0 {WIDTH} {bottom + 8}", "width": str(WIDTH), "height": str(bottom + 8)}
+    font = {"font-family": "system-ui, sans-serif", "font-size": "11", "fill": INK}
+    root = Element("svg", {"class": "pippy-timeline", **size, **font, "role": "img", "aria-label": label})
+    plot = {"x": str(LEFT), "y": "0", "width": str(WIDTH - LEFT - RIGHT), "height": str(bottom)}
+    SubElement(SubElement(root, "clipPath", {"id": f"plot{number}"}), "rect", plot)
+    scale = (WIDTH - LEFT - RIGHT) / span
+    _axis(root, span, scale, bottom, time)
+    boxes = SubElement(root, "g", {"clip-path": f"url(#plot{number})", "class": "boxes"})
+    top = 0
+    for title, rows in parts.items():
+        top += TOP
+        _row_name(root, top - 25, title, {"font-weight": "bold"})
+        for name, own in rows:
+            _row_name(root, top, name)
+            for box in own:
+                _box(boxes, box, top, scale)
+            top += ROW + GAP
+    return root
+
+
+def _axis(root: Element, span: float, scale: float, bottom: int, time: Callable[[float], str]) -> None:
+    axis = SubElement(root, "g", {"class": "axis"})
+    for at in ticks(span):
+        x = f"{LEFT + at * scale:.2f}"
+        SubElement(axis, "line", {"x1": x, "x2": x, "y1": "14", "y2": str(bottom), "stroke": FAINT})
+        SubElement(axis, "text", {"x": x, "y": "10", "text-anchor": "middle"}).text = time(at)
+
+
+def ticks(span: float) -> Iterator[float]:
+    """Round times from 0 to ``span``: at most about ten.
+
+    >>> [f"{at:g}" for at in ticks(0.05)]
+    ['0', '0.005', '0.01', '0.015', '0.02', '0.025', '0.03', '0.035', '0.04', '0.045', '0.05']
+    """
+    power = 10.0 ** floor(log10(span / TICKS))
+    step = next(power * each for each in (1, 2, 5, 10) if span / (power * each) <= TICKS * 1.001)
+    count = 0
+    while count * step <= span * 1.001:
+        yield count * step
+        count += 1
+
+
+def _row_name(root: Element, top: int, name: str, style: Mapping[str, str] | None = None) -> None:
+    if name:
+        SubElement(root, "text", {"class": "row", "x": "4", "y": str(top + 17), **(style or {})}).text = name
+
+
+def _box(boxes: Element, box: DrawnTime, top: int, scale: float) -> None:
+    x, width = LEFT + box.start * scale, (box.end - box.start) * scale
+    pale = " pale" if (box.shade or 0.0) > PALE else ""
+    group = SubElement(boxes, "g", {"class": f"box {box.kind}{pale}".strip()})
+    group.attrib |= {"data-s": f"{box.start:.9f}", "data-e": f"{box.end:.9f}"}
+    if box.edge:
+        group.set("data-v", box.edge)
+    SubElement(group, "title").text = box.title
+    place = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": box.fill}
+    shade = {"fill-opacity": f"{1 - 0.6 * box.shade:.2f}", "stroke": GROUND} if box.shade is not None else {}
+    SubElement(group, "rect", place | shade)
+    if box.name:
+        shown = {} if width >= NARROWEST_NAMED else {"visibility": "hidden"}
+        middle = {"x": f"{x + width / 2:.2f}", "y": str(top + 17), "text-anchor": "middle", "fill": NAMED}
+        SubElement(group, "text", middle | shown).text = box.name
+
+
+def svg_file(root: Element, dark: Mapping[str, str] = DARK) -> str:
+    """The text of a file with a picture, which has the style sheet ``dark`` for dark pages."""
+    root.set("xmlns", "http://www.w3.org/2000/svg")
+    root.insert(0, Element("rect", {"class": "ground", "width": "100%", "height": "100%", "fill": GROUND}))
+    root.insert(0, Element("style"))
+    root[0].text = in_the_dark(dark)
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def render_svg(drawn: Program | Timeline) -> str:
@@ -115,43 +221,20 @@ def render_svg(drawn: Program | Timeline) -> str:
 
     >>> from pippy.drivers.plan import make_schedule
     >>> print(render_svg(make_schedule("forward_only", workers=1, chunks=1)))
-    <svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" width="1200" height="36" ...>
-    <style>@media (prefers-color-scheme: dark) { .pippy-timeline .ground { fill: #0d1117 } ...</style>
-    <rect class="ground" width="1200" height="36" fill="#ffffff"/>
-    <g fill="#1f2328"><text x="4" y="22">worker 0</text></g>
-    <g><title>F0.0: 0 to 1</title><rect x="60.00" y="4" width="1136.00" height="28" fill="#7fabea" fill-opacity="1.00" \
-stroke="#ffffff"/><text x="628.00" y="22" text-anchor="middle" fill="#10151b">0</text></g>
-    </svg>
+    <svg class="pippy-timeline" viewBox="0 0 1200 65" width="1200" height="65" ...><title>F0.0: 0 to 1</title><rect x="110.00" \
+y="26" width="1074.00" height="26" fill="#7fabea" fill-opacity="1.00" stroke="#ffffff" /><text ...>0</text></g></g>...</svg>
     """
     timeline = simulate(drawn).timeline if isinstance(drawn, Program) else drawn
-    scale = (WIDTH - MARGIN - GAP) / float(timeline.makespan or 1)
-    stages = [sorted({span.compute.stage for span in spans}) for spans in timeline.spans]
-    boxes = [
-        box(span, GAP + worker * (ROW + GAP), scale, stages[worker].index(span.compute.stage) / len(stages[worker]))
-        for worker, spans in enumerate(timeline.spans)
-        for span in spans
-    ]
-    height = GAP + len(timeline.spans) * (ROW + GAP)
-    names = [f'<text x="4" y="{22 + i * (ROW + GAP)}">worker {i}</text>' for i in range(len(timeline.spans))]
-    size = f'width="{WIDTH}" height="{height}"'
-    ground = f'<rect class="ground" {size} fill="{GROUND}"/>'
-    names = [f'<g fill="{INK}">', *names, "</g>"]
-    head = f'<svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join([head, f"<style>{DARK}</style>", ground, "".join(names), *boxes, "</svg>"])
+    rows = [(f"worker {worker}", _boxes(spans)) for worker, spans in enumerate(timeline.spans)]
+    return svg_file(draw({"": rows}, float(timeline.makespan or 1), "{:g}".format, f"timeline of {len(rows)} workers"))
 
 
-def box(span: Span, top: int, scale: float, shade: float) -> str:
-    """A pass; ``shade`` is 0 for the worker's first stage and nears 1 for its last, which is the palest."""
-    left, width = MARGIN + float(span.start) * scale, float(span.duration) * scale
-    title = escape(f"{span.compute}: {float(span.start):g} to {float(span.end):g}")
-    name = f'<text x="{left + width / 2:.2f}" y="{top + 18}" text-anchor="middle" fill="{NAMED}">'
-    pale = ' class="pale"' if shade > PALE else ""
-    name += f"{span.compute.microbatch}</text>"
-    return (
-        f'<g{pale}><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"'
-        f' fill="{span.compute.kind.colour}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="{GROUND}"/>'
-        f"{name if width >= NARROWEST_NAMED else ''}</g>"
-    )
+def _boxes(spans: Sequence[Span]) -> Iterator[DrawnTime]:
+    stages = sorted({span.compute.stage for span in spans})
+    for span in spans:
+        compute, start, end = span.compute, float(span.start), float(span.end)
+        shade, title = stages.index(compute.stage) / len(stages), f"{compute}: {start:g} to {end:g}"
+        yield DrawnTime(start, end, str(compute.microbatch), title, compute.kind.colour or INK, shade=shade)
 
 
 def picture(shown: Program | Timeline | Simulation) -> str | None:
@@ -167,6 +250,39 @@ def picture(shown: Program | Timeline | Simulation) -> str | None:
 Drawn.picture = staticmethod(picture)
 
 
+TraceEvent = dict[str, Any]
+
+
+def track_names(process: int, title: str, names: Sequence[str]) -> Iterator[TraceEvent]:
+    """The events that name a process of a trace, and its tracks: one for each worker."""
+    for kind, track, own in [("process", 0, title), *(("thread", at, name) for at, name in enumerate(names))]:
+        at = {"ph": "M", "pid": process, "tid": track}
+        yield {**at, "name": f"{kind}_name", "args": {"name": own}}
+        yield {**at, "name": f"{kind}_sort_index", "args": {"sort_index": process if kind == "process" else track}}
+
+
+def trace_part(
+    track: tuple[int, int], name: str, category: str, times: tuple[float, float], args: TraceEvent, unit: float = 1e6
+) -> TraceEvent:
+    """A part of the time of a track, which is a process and a worker. A time takes ``unit`` microseconds."""
+    at = {"pid": track[0], "tid": track[1], "ts": times[0] * unit, "dur": (times[1] - times[0]) * unit}
+    return {"ph": "X", "name": name, "cat": category, **at, "args": args}
+
+
+def pass_slices(process: int, timeline: Timeline, unit: float = 1e6, shift: float = 0.0) -> Iterator[TraceEvent]:
+    """The passes of a timeline that begins at ``shift``."""
+    for worker, spans in enumerate(timeline.spans):
+        for span in spans:
+            compute, times = span.compute, (float(span.start) + shift, float(span.end) + shift)
+            args = {"stage": compute.stage, "microbatch": compute.microbatch}
+            yield trace_part((process, worker), str(compute), compute.op.name, times, args, unit)
+
+
+def trace_file(events: Iterable[TraceEvent]) -> str:
+    """The text of a file with trace events."""
+    return json.dumps({"traceEvents": [*events], "displayTimeUnit": "ms"})
+
+
 def render_trace(drawn: Program | Timeline, unit: float = 1000.0) -> str:
     """The JSON of a timeline, or of a program with a unit cost for each forward and half backward.
 
@@ -175,27 +291,10 @@ def render_trace(drawn: Program | Timeline, unit: float = 1000.0) -> str:
 
     >>> from pippy.drivers.plan import make_schedule
     >>> trace = json.loads(render_trace(make_schedule("forward_only", workers=1, chunks=1)))
-    >>> trace["traceEvents"][1]
+    >>> trace["traceEvents"][-1]
     {'ph': 'X', 'name': 'F0.0', 'cat': 'FORWARD', 'pid': 0, 'tid': 0, 'ts': 0.0, 'dur': 1000.0, 'args': {'stage': 0, \
 'microbatch': 0}}
     """
     timeline = simulate(drawn).timeline if isinstance(drawn, Program) else drawn
-    names: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": f"worker {worker}"}}
-        for worker in range(len(timeline.spans))
-    ]
-    passes: list[dict[str, object]] = [
-        {
-            "ph": "X",
-            "name": str(span.compute),
-            "cat": span.compute.op.name,
-            "pid": 0,
-            "tid": worker,
-            "ts": float(span.start) * unit,
-            "dur": float(span.duration) * unit,
-            "args": {"stage": span.compute.stage, "microbatch": span.compute.microbatch},
-        }
-        for worker, spans in enumerate(timeline.spans)
-        for span in spans
-    ]
-    return json.dumps({"traceEvents": names + passes, "displayTimeUnit": "ms"})
+    names = [f"worker {worker}" for worker in range(len(timeline.spans))]
+    return trace_file([*track_names(0, "simulated", names), *pass_slices(0, timeline, unit)])

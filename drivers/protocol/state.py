@@ -143,38 +143,26 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class FetchGradients:
-    """Give the gradients of the parameters at these locations."""
+    """Give the gradients of the parameters at these locations; with ``norm_type``, the norm of each.
+
+    With ``reduce``, add up those of replicated parameters first.
+    """
 
     locations: tuple[TensorLocation, ...]
+    norm_type: float | None = None
+    reduce: bool = False
 
 
 @dataclass(frozen=True)
-class ReduceGradients:
-    """Add up the gradients of replicated parameters, unless that was done."""
+class ChangeGradients:
+    """Multiply all gradients by ``factor``, and clamp every element between -limit and ``limit``.
 
+    With ``reduce``, add up those of replicated parameters first.
+    """
 
-@dataclass(frozen=True)
-class GradientNorms:
-    """Give the norm of each gradient at these locations. With ``reduce``, add up those of replicated parameters first."""
-
-    locations: tuple[TensorLocation, ...]
-    norm_type: float
     reduce: bool
-
-
-@dataclass(frozen=True)
-class ScaleGradients:
-    """Multiply all gradients by a number."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class ClampGradients:
-    """Clamp every element of all gradients between -limit and limit, after adding up those of copies if need be."""
-
-    limit: float
-    reduce: bool
+    factor: float = 1.0
+    limit: float | None = None
 
 
 # The hooks on the gradients of parameters, as a worker is told them.

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from pippy.drivers.plan.language.instructions import Add, Compute, Instruction, Receive
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.report.activity import Activity, Cause
+from pippy.drivers.report.activity import Activity, Cause, spent
 from pippy.drivers.report.step_data import StepData, evened, predicted
 from pippy.ir.base.readable import duration, listed, percent
 
@@ -282,8 +282,7 @@ def off_cores(step: StepData) -> float:
 def cause_shares(step: StepData) -> dict[Cause, float]:
     """The share of all workers' time that each cause took."""
     total: dict[Cause, float] = {}
-    for worker in step.activities:
-        for each in worker:
-            total[each.cause] = total.get(each.cause, 0.0) + each.duration
+    for (cause, _), seconds in spent([each for worker in step.activities for each in worker]).items():
+        total[cause] = total.get(cause, 0.0) + seconds
     available = step.makespan * len(step.activities) or 1.0
     return {cause: seconds / available for cause, seconds in total.items()}

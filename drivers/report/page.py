@@ -8,7 +8,7 @@ Two recordings stand side by side on one page: what is shorter and what is longe
 
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from gzip import compress
 from html import escape
 from pathlib import Path
@@ -16,10 +16,10 @@ from statistics import median
 
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.report.drawings import FILLS, css_class, dark_colours, timeline
+from pippy.drivers.report.drawings import FILLS, css_class, dark_colours, step_span, timeline
 from pippy.drivers.report.findings import StepPart, findings, step_parts
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.tables import memory_table, report_table, stages, times, traffic
+from pippy.drivers.report.tables import bar, memory_table, report_table, stages, times, tip, traffic
 from pippy.ir.base.readable import bytes_text, count_with_noun, duration, percent
 
 # One HTML file that needs no other file, and parts that several of its kind have.
@@ -61,7 +61,7 @@ def html_document(title: str, body: str) -> str:
 
 def sections(of: Sequence[tuple[str, str]]) -> str:
     """Headings, each with its HTML."""
-    return "".join(f"<section><h2>{heading}</h2>{content}</section>" for heading, content in of)
+    return "".join(f"<section>{heading and f'<h2>{heading}</h2>'}{content}</section>" for heading, content in of)
 
 
 def what_ran(step: StepData) -> str:
@@ -77,19 +77,15 @@ def what_ran(step: StepData) -> str:
 
 def parts_bar(step: StepData, full_width: float) -> str:
     """The parts of a step's length as a bar; ``full_width`` seconds are as wide as the page."""
-    seconds_of = {part: seconds for part, seconds in step_parts(step).items() if seconds > 0}
-    bars = names = ""
-    for part, seconds in seconds_of.items():
-        kind = PART_KINDS.get(part, str(part))
-        words = escape(
-            f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}\n{PART_MEANINGS[part]}"
-        )
-        fill = f'class="{css_class(kind)}{{}}" style="{{}}background-color:{FILLS[kind]}"'
-        bars += f'<i {fill.format("", f"width:{100 * seconds / (full_width or 1.0):.3f}%;")} title="{words}"></i>'
-        if seconds >= 0.005 * step.makespan:
-            swatch = f"<i {fill.format(' swatch', '')}></i>"
-            names += f'<span title="{words}" tabindex="0">{swatch}{escape(part)} {duration(seconds)}</span>'
-    return f'<div class="bar parts">{bars}</div><div class="legend">{names}</div>'
+    parts, names = [], ""
+    for part, seconds in step_parts(step).items():
+        kind, share = PART_KINDS.get(part, str(part)), seconds / (step.makespan or 1.0)
+        words = f"{part}: {duration(seconds)}, {percent(share)}\n{PART_MEANINGS[part]}"
+        parts.append((kind, seconds, words))
+        if share >= 0.005:
+            swatch = f'<i class="{css_class(kind)} swatch" style="background-color:{FILLS[kind]}"></i>'
+            names += tip(f"{swatch}{escape(part)} {duration(seconds)}", words)
+    return f'{bar(parts, full_width, " parts")}<div class="legend">{names}</div>'
 
 
 MOST_STEPS = 12
@@ -115,22 +111,26 @@ def page(
 
 def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
     """All that a report says of one step, as HTML."""
+    return f'<p class="what">{what_ran(step)}</p>' + sections(contents(step, counted))
+
+
+def contents(
+    step: StepData, counted: Sequence[HeldBytes] | None = None, span: float = 0.0, number: int = 0
+) -> list[tuple[str, str]]:
+    """What a report says of one step, below its headings. Its drawings have ``span`` seconds at least, and differ from those of
+    other steps on the page by ``number``."""
     lead, *others = map(escape, findings(step))
     lead = re.sub(r"^(.*?\.)(?= |$)", r"<b>\1</b>", lead)
     said = "".join(f"<p>{sentence}</p>" for sentence in others)
-    return (
-        f'<p class="what">{what_ran(step)}</p>'
-        f'<div class="findings"><p>{lead}</p>'
-        f'<p class="hint">What made the step as long as it was:</p>{parts_bar(step, step.makespan)}{said}</div>'
-    ) + sections(
-        [
-            ("Timeline", timeline(step)),
-            ("Where the time went", times(step)),
-            ("Stages", stages(step)),
-            ("Values between workers", traffic(step)),
-            ("Memory", memory_table(step) + memory_drawing(step, counted)),
-        ]
-    )
+    parts = f'<p class="hint">What made the step as long as it was:</p>{parts_bar(step, max(span, step.makespan))}'
+    return [
+        ("", f'<div class="findings"><p>{lead}</p>{parts}{said}</div>'),
+        ("Timeline", timeline(step, span, number)),
+        ("Where the time went", times(step)),
+        ("Stages", stages(step)),
+        ("Values between workers", traffic(step)),
+        ("Memory", memory_table(step) + memory_drawing(step, counted)),
+    ]
 
 
 # Draws what each worker held over the time of a recorded step: measured, and beside it what was counted before.
@@ -138,21 +138,17 @@ def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
 
 def memory_drawing(step: StepData, counted: Sequence[HeldBytes] | None) -> str:
     """A picture for each worker, as HTML, all to one scale; how to get them if nothing was measured."""
-    held = [list(_series(step, worker, counted)) for worker in range(len(step.noted))]
-    highest = max((max(numbers) for series in held for _, numbers in series), default=0)
+    held = [dict(_series(step, worker, counted)) for worker in range(len(step.noted))]
+    highest = max((max(numbers) for series in held for numbers in series.values()), default=0)
     if not highest:
         return HOW
-    named = {name: None for series in held for name, _ in series}
-    legend = "".join(f'<span><i class="swatch held-{name}"></i>{_words(name)}</span>' for name in named)
+    legend = "".join(f'<span><i class="swatch held-{name}"></i>{name}</span>' for name in held[0])
     drawn = "".join(_of_worker(step, worker, series, highest) for worker, series in enumerate(held))
     return (
         f"<h3>What workers held over the step</h3><p>Tensors that were alive, to the scale of the largest peak, "
-        f'{bytes_text(highest)}.</p><div class="legend">{legend}</div><div class="held">{drawn}</div>'
+        f'{bytes_text(highest)}; counted is before the step ran.</p><div class="legend">{legend}</div>'
+        f'<div class="held">{drawn}</div>'
     )
-
-
-def _words(name: str) -> str:
-    return {"counted": "counted before it ran"}.get(name, name)
 
 
 def _series(step: StepData, worker: int, counted: Sequence[HeldBytes] | None) -> Iterator[Series]:
@@ -162,34 +158,22 @@ def _series(step: StepData, worker: int, counted: Sequence[HeldBytes] | None) ->
         yield "counted", counted[worker].most
 
 
-def _of_worker(step: StepData, worker: int, held: Sequence[Series], highest: int) -> str:
-    drawn = "".join(_line(step, worker, name, numbers, highest) for name, numbers in held)
-    peaks = ", ".join(f"{name} {bytes_text(max(numbers))}" for name, numbers in held)
-    words = escape(f"{step.named(worker)}: at its peak {peaks}", quote=True)
+def _of_worker(step: StepData, worker: int, held: Mapping[str, Sequence[int]], highest: int) -> str:
+    drawn = ""
+    for name, numbers in held.items():
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in _points(step, worker, numbers, highest))
+        drawn += f'<polyline class="held-{name}" fill="none" vector-effect="non-scaling-stroke" points="{line}"/>'
+    peaks = {name: max(numbers) for name, numbers in held.items()}
+    words = escape(
+        f"{step.named(worker)}: at its peak {', '.join(f'{name} {bytes_text(each)}' for name, each in peaks.items())}"
+    )
+    apart = (
+        f" ({100 * (peaks['counted'] / peaks['measured'] - 1):+.1f} %)" if len(peaks) == 2 and peaks["measured"] else ""
+    )
     return (
-        f"<figure><figcaption>{words}{_difference(held)}</figcaption>"
+        f"<figure><figcaption>{words}{apart}</figcaption>"
         f'<svg viewBox="0 0 {MEMORY_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{words}">{drawn}</svg>'
         f'<div class="ends"><span>0 s</span><span>{duration(step.makespan)}</span></div></figure>'
-    )
-
-
-def _difference(held: Sequence[Series]) -> str:
-    """How far the count is from what was measured."""
-    peaks = [max(numbers) for _, numbers in held]
-    if len(peaks) < 2 or not peaks[0]:
-        return ""
-    share = 100 * (peaks[1] / peaks[0] - 1)
-    return f" ({share:+.1f} %)" if round(share, 1) else " (the same)"
-
-
-def _line(step: StepData, worker: int, name: str, numbers: Sequence[int], highest: int) -> str:
-    points = list(_points(step, worker, numbers, highest))
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    area = ""
-    if name == "measured" and points:
-        area = f'<polygon points="{points[0][0]:.1f},{HEIGHT} {line} {points[-1][0]:.1f},{HEIGHT}"/>'
-    return (
-        f'<g class="held-{name}">{area}<polyline fill="none" vector-effect="non-scaling-stroke" points="{line}"/></g>'
     )
 
 
@@ -265,29 +249,24 @@ def comparison(
     steps: StepPair, recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str
 ) -> str:
     """The HTML that compares a step of one recording with a step of another. ``recorded`` are all the steps of each."""
-    longest = max(each.makespan for each in steps)
-    span = max(longest, *(float(each.predicted.makespan) for each in steps))
-    notes = filter(None, (unlike(steps, names), by_chance(recorded, names)))
-    lead = (
-        f'<div class="findings"><p><b>{escape(difference(steps, names))}</b> {escape(largest_difference(steps))}</p>'
-        f"{''.join(f'<p>{escape(note)}</p>' for note in notes)}</div>"
-    )
-    bars = [parts_bar(each, longest) for each in steps]
-    views = [timeline(each, span, number) for number, each in enumerate(steps)]
-    said = ["".join(f"<p>{escape(sentence)}</p>" for sentence in findings(each)) for each in steps]
+    span = max(map(step_span, steps))
+    notes = filter(None, (largest_difference(steps), unlike(steps, names), by_chance(recorded, names)))
+    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    pairs = zip(*(contents(step, None, span, number) for number, step in enumerate(steps)))
+    both = [(heading, _side_by_side(steps, names, [text, other])) for (heading, text), (_, other) in pairs]
     return html_document(
         title,
-        lead
-        + sections(
-            [
-                ("What made the steps as long as they were", _side_by_side(steps, names, bars) + _parts(steps, names)),
-                ("Timelines", _side_by_side(steps, names, views)),
-                ("Stages", _stages(steps, names)),
-                ("Memory", _memory(steps, names)),
-                ("Findings", _side_by_side(steps, names, said)),
-            ]
-        ),
+        f'<div class="findings"><p><b>{escape(difference(steps, names))}</b></p>{said}</div>'
+        + sections([("What made the steps as long as they were", _parts(steps, names)), *both]),
     )
+
+
+def _side_by_side(steps: StepPair, names: Names, contents: Sequence[str]) -> str:
+    halves = (
+        f'<div><h3>{escape(name)}</h3><p class="what">{what_ran(step)}</p>{content}</div>'
+        for name, step, content in zip(names, steps, contents)
+    )
+    return f'<div class="pair">{"".join(halves)}</div>'
 
 
 def difference(steps: StepPair, names: Names) -> str:
@@ -344,14 +323,6 @@ def _lengths(steps: Sequence[StepData]) -> list[float]:
     return [each.makespan for each in steps]
 
 
-def _side_by_side(steps: StepPair, names: Names, contents: Sequence[str]) -> str:
-    halves = (
-        f'<div><h3>{escape(name)}</h3><p class="what">{what_ran(step)}</p>{content}</div>'
-        for name, step, content in zip(names, steps, contents)
-    )
-    return f'<div class="pair">{"".join(halves)}</div>'
-
-
 def _parts(steps: StepPair, names: Names) -> str:
     first, second = map(step_parts, steps)
     changes = changed(steps)
@@ -372,25 +343,3 @@ def _signed(seconds: float) -> str:
     if abs(seconds) < ROUNDING_SECONDS:
         return duration(0.0)
     return f"{'+' if seconds > 0 else '−'}{duration(abs(seconds))}"
-
-
-def _stages(steps: StepPair, names: Names) -> str:
-    rows = []
-    for stage in range(max(each.program.stages for each in steps)):
-        modules = dict.fromkeys(each.model.modules(stage) for each in steps if each.model.modules(stage))
-        took = [each.stage_seconds for each in steps]
-        first, second = (each[stage] if stage < len(each) else None for each in took)
-        cells = ["–" if each is None else duration(each) for each in (first, second)]
-        change = "–" if first is None or second is None else _signed(second - first)
-        name = f"stage {stage}<br><small>{escape(' → '.join(modules))}</small>"
-        rows.append([name, *cells, change])
-    return "<p>For one micro-batch: medians.</p>" + report_table(["stage", *map(escape, names), "difference"], rows)
-
-
-def _memory(steps: StepPair, names: Names) -> str:
-    rows = []
-    for worker in range(max(len(each.noted) for each in steps)):
-        peaks = [bytes_text(each.noted[worker].memory) if worker < len(each.noted) else "–" for each in steps]
-        rows.append([f"worker {worker}", *peaks])
-    kinds = " and ".join(dict.fromkeys(noted.memory_of for each in steps for noted in each.noted))
-    return f"<p>The peak of each worker, {escape(kinds)}.</p>" + report_table(["worker", *map(escape, names)], rows)

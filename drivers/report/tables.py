@@ -1,12 +1,12 @@
 """The tables of a report: where the time of each worker went, stages, values between workers, and memory. They are HTML."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import median
 
 from pippy.drivers.plan.language.instructions import Op
-from pippy.drivers.report.activity import Activity, Cause
+from pippy.drivers.report.activity import Cause, spent
 from pippy.drivers.report.drawings import FILLS, LEGEND, css_class
 from pippy.drivers.report.step_data import StepData
 from pippy.ir.base.readable import bytes_text, duration, percent
@@ -50,55 +50,50 @@ def tip(shown: str, words: str) -> str:
     return f'<span title="{escape(words)}" tabindex="0">{shown}</span>'
 
 
+def bar(parts: Iterable[tuple[str, float, str]], whole: float, kind: str = "") -> str:
+    """A bar of parts, each of a kind that has a colour, so wide of the ``whole``, with words for whoever points at it."""
+    drawn = "".join(
+        f'<i class="{css_class(each)}" title="{escape(words)}" '
+        f'style="width:{100 * width / (whole or 1.0):.3f}%;background-color:{FILLS[each]}"></i>'
+        for each, width, words in parts
+        if width > 0
+    )
+    return f'<span class="bar{kind}">{drawn}</span>'
+
+
 def times(step: StepData) -> str:
     """The share of each worker's time that each cause took. Seconds, other workers and predictions are in the tips."""
-    there = {each.cause for worker in step.activities for each in worker}
+    by_worker = [spent(each) for each in step.activities]
+    there = {cause for seconds in by_worker for cause, _ in seconds}
     causes = [cause for cause in Cause if cause in there]
     rows = []
-    for worker, activities in enumerate(step.activities):
-        cells = [f"{escape(step.named(worker))}{_causes_bar(activities, step.makespan)}"]
-        rows.append([*cells, _idle(step, worker), *(_spent(step, worker, cause) for cause in causes)])
-    head = [
-        "worker",
-        tip("idle", "all but computing"),
-        *(tip(escape(cause), CAUSE_MEANINGS[cause]) for cause in causes),
-    ]
-    meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(CAUSE_MEANINGS[cause])}</dd>" for cause in causes)
+    for worker, seconds in enumerate(by_worker):
+        totals = [(cause, sum(each for (of, _), each in seconds.items() if of == cause)) for cause in causes]
+        parts = [
+            ("F" if cause == Cause.COMPUTING else cause, total, f"{cause}: {_share(total, step.makespan)}")
+            for cause, total in totals
+        ]
+        name = f"{escape(step.named(worker))}{bar(parts, step.makespan)}"
+        rows.append([name, _idle(step, worker), *(_spent(step, worker, each, seconds) for each in causes)])
+    heads = [tip(escape(cause), CAUSE_MEANINGS[cause]) for cause in causes]
     return (
-        f"<p>What each worker did in the {duration(step.makespan)} of the step. Point at a share for its time, and what was "
-        "predicted.</p>"
-        f"{report_table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
-        "<dt>idle</dt><dd>all but computing</dd><dt>predicted</dt><dd>by a simulation of the program in which computations "
-        "take their measured medians, and nothing else takes time</dd></dl></details>"
-    )
+        f"<p>What each worker did in the {duration(step.makespan)} of the step. Point at a word for its meaning, at a share "
+        "for its time and what was predicted: by a simulation of the program in which computations take their measured "
+        "medians, and nothing else takes time.</p>"
+    ) + report_table(["worker", tip("idle", "all but computing"), *heads], rows)
 
 
-def _causes_bar(activities: Sequence[Activity], length: float) -> str:
-    """A worker's time as a stacked bar, by cause."""
-    parts = ""
-    for cause in Cause:
-        seconds = sum(each.duration for each in activities if each.cause == cause)
-        if seconds:
-            kind = "F" if cause == Cause.COMPUTING else cause
-            words = escape(f"{cause}: {duration(seconds)}, {percent(seconds / length)}")
-            parts += (
-                f'<i class="{css_class(kind)}" title="{words}" '
-                f'style="width:{100 * seconds / length:.3f}%;background-color:{FILLS[kind]}"></i>'
-            )
-    return f'<span class="bar">{parts}</span>'
+def _share(seconds: float, whole: float) -> str:
+    return f"{duration(seconds)}, {percent(seconds / (whole or 1.0))}"
 
 
-def _spent(step: StepData, worker: int, cause: Cause) -> str:
-    by_peer: dict[int | None, float] = {}
-    for each in step.activities[worker]:
-        if each.cause == cause:
-            by_peer[each.peer] = by_peer.get(each.peer, 0.0) + each.duration
+def _spent(step: StepData, worker: int, cause: Cause, seconds: Mapping[tuple[Cause, int | None], float]) -> str:
+    by_peer = {peer: each for (of, peer), each in seconds.items() if of == cause}
     if not by_peer:
         return "–"
     total = sum(by_peer.values())
     lines = [f"{step.named(worker)}, {cause}: {duration(total)}"]
-    if set(by_peer) != {None}:
-        lines += [f"{WORDS[cause]} worker {peer}: {duration(by_peer[peer])}" for peer in sorted(by_peer, key=str)]
+    lines += [f"{WORDS[cause]} worker {peer}: {duration(its)}" for peer, its in by_peer.items() if peer is not None]
     parts = step.predicted.idle_parts[worker]
     foreseen = {Cause.FILL: parts.fill, Cause.DRAIN: parts.drain, Cause.WAITING: sum(parts.waiting.values())}
     if cause in foreseen:
@@ -107,13 +102,10 @@ def _spent(step: StepData, worker: int, cause: Cause) -> str:
 
 
 def _idle(step: StepData, worker: int) -> str:
-    foreseen, makespan = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
-    idle = step.idle[worker]
-    return tip(
-        f"<b>{percent(idle)}</b>",
-        f"{step.named(worker)}, idle: {duration(idle * step.makespan)}\n"
-        f"predicted: {duration(foreseen)}, {percent(foreseen / makespan)}",
-    )
+    foreseen, idle = float(step.predicted.idle[worker]), step.idle[worker]
+    words = f"{step.named(worker)}, idle: {duration(idle * step.makespan)}"
+    predicted = f"predicted: {_share(foreseen, float(step.predicted.makespan))}"
+    return tip(f"<b>{percent(idle)}</b>", f"{words}\n{predicted}")
 
 
 def stages(step: StepData) -> str:
@@ -121,12 +113,10 @@ def stages(step: StepData) -> str:
     kinds = [op for op in Op if any(step.medians[op])]
     totals, rows = step.stage_seconds, []
     for stage, total in enumerate(totals):
-        share = 100 * total / (max(totals) or 1.0)
         mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""
         passes = [duration(step.medians[op][stage]) if step.medians[op][stage] else "–" for op in kinds]
-        filled = f'<i class="{css_class("F")}" style="width:{share:.2f}%;background-color:{FILLS["F"]}"></i>'
         modules = f"<br><small>{escape(step.model.modules(stage))}</small>" if step.model.modules(stage) else ""
-        name = f'stage {stage}{mark}{modules}<span class="bar">{filled}</span>'
+        name = f"stage {stage}{mark}{modules}{bar([('F', total, '')], max(totals))}"
         rows.append([name, escape(step.holders(stage)), *passes, duration(total)])
     head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
     return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{report_table(head, rows, words=2)}"
@@ -134,33 +124,30 @@ def stages(step: StepData) -> str:
 
 def traffic(step: StepData) -> str:
     """The bytes of each value between workers, and how long it was on its way."""
+    moves = step.traffic()
+    if not moves:
+        return "<p>No value went from worker to worker.</p>"
     took: dict[tuple[str, int, int], list[float]] = {}
     for worker, (order, activities) in enumerate(zip(step.program.orders, step.activities)):
         for each in activities:
             if each.cause == Cause.TRANSFER and each.at is not None:
-                receive = order[each.at]
-                key = getattr(receive, "value", ""), each.peer or 0, worker
+                key = getattr(order[each.at], "value", ""), each.peer or 0, worker
                 took.setdefault(key, []).append(each.duration)
     rows = []
-    for moved in step.traffic():
+    for moved in moves:
         times = took.get((moved.value, moved.source, moved.to))
-        rows.append(
-            [
-                tip(escape(step.model.value(moved.value)), f"{moved.value}, as the program calls it"),
-                " → ".join(f"<span class=w>{escape(step.named(each))}</span>" for each in (moved.source, moved.to)),
-                str(moved.times),
-                bytes_text(moved.bytes // moved.times),
-                bytes_text(moved.bytes),
-                duration(median(times)) if times else "–",
-            ]
-        )
-    if not rows:
-        return "<p>No value went from worker to worker.</p>"
-    parts = [f"{bytes_text(sum(each.bytes for each in step.traffic()))} in all"]
-    parts += [
-        f"{bytes_text(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()
+        cells = [
+            tip(escape(step.model.value(moved.value)), f"{moved.value}, as the program calls it"),
+            " → ".join(f"<span class=w>{escape(step.named(each))}</span>" for each in (moved.source, moved.to)),
+            str(moved.times),
+            bytes_text(moved.bytes // moved.times),
+            bytes_text(moved.bytes),
+        ]
+        rows.append([*cells, duration(median(times)) if times else "–"])
+    hosts = [
+        f"; {bytes_text(moved)} from host {one} to host {other}" for (one, other), moved in step.between_hosts().items()
     ]
-    total = f"<p>{'; '.join(parts)}.</p>"
+    total = f"<p>{bytes_text(sum(each.bytes for each in moves))} in all{''.join(hosts)}.</p>"
     return total + report_table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
 

@@ -25,10 +25,9 @@ from pippy.drivers.protocol.programs import (
     Load,
 )
 from pippy.drivers.protocol.state import (
-    ClampGradients,
+    ChangeGradients,
     FetchGradients,
     GiveState,
-    GradientNorms,
     HoldState,
     Initialize,
     KeepState,
@@ -36,9 +35,7 @@ from pippy.drivers.protocol.state import (
     OptimizerStep,
     PutBackState,
     ReadState,
-    ReduceGradients,
     RestoreState,
-    ScaleGradients,
     TakeKept,
     TakeState,
     TensorLocation,
@@ -150,10 +147,7 @@ class DriverState:
             RestoreState: self._restore_state,
             Initialize: self._initialize,
             FetchGradients: self._fetch_gradients,
-            ReduceGradients: lambda body, number: self._add_up(number),
-            GradientNorms: self._norms,
-            ScaleGradients: lambda body, number: self.gradients.scale(number, body.factor),
-            ClampGradients: self._clamp,
+            ChangeGradients: self._change_gradients,
             MakeOptimizer: self._make_optimizer,
             OptimizerStep: self._optimizer_step,
             WriteState: lambda body, number: self.disk.put(body),
@@ -377,8 +371,17 @@ class DriverState:
         return unwritten
 
     def _fetch_gradients(self, fetch: FetchGradients, number: int) -> list[torch.Tensor | None]:
+        if fetch.reduce:
+            self._add_up(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in fetch.locations]
-        return [None if tensor is None else tensor.detach().cpu() for tensor in found]
+        if fetch.norm_type is not None:
+            found = [None if each is None else norm(each, fetch.norm_type) for each in found]
+        return [None if each is None else each.detach().cpu() for each in found]
+
+    def _change_gradients(self, change: ChangeGradients, number: int) -> None:
+        if change.reduce:
+            self._add_up(number)
+        self.gradients.change(number, change.factor, change.limit)
 
     def _add_up(self, number: int) -> None:
         """Add up the gradients of copies, by the instructions of a program that do so."""
@@ -394,17 +397,6 @@ class DriverState:
         self.running = ExchangeRun(order, transport)
         self.running.run(number, passed)
         self.running = None
-
-    def _norms(self, norms: GradientNorms, number: int) -> list[torch.Tensor | None]:
-        if norms.reduce:
-            self._add_up(number)
-        found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
-        return [None if grad is None else norm(grad, norms.norm_type).cpu() for grad in found]
-
-    def _clamp(self, clamp: ClampGradients, number: int) -> None:
-        if clamp.reduce:
-            self._add_up(number)
-        self.gradients.clamp(number, clamp.limit)
 
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]

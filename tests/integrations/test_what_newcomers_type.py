@@ -304,8 +304,8 @@ def test_the_model_is_copied_when_it_is_read_and_no_oftener(callback, copies, tm
     """Once at the end; or for each of three updates, if callbacks read it then, after which the end has nothing to copy."""
     trainer, found = own(tmp_path, threads, callbacks=[callback()]), []
     trainer.evaluate(sentences(4, 6, 6))
-    copy_to = trainer.driver.parameters.copy_to
-    monkeypatch.setattr(trainer.driver.parameters, "copy_to", lambda model: found.append(1) or copy_to(model))
+    copy_to = trainer.driver.copy_to
+    monkeypatch.setattr(trainer.driver, "copy_to", lambda model: found.append(1) or copy_to(model))
     trainer.train()
     assert len(found) == copies
 

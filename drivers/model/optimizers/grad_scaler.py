@@ -8,7 +8,7 @@ So the gradients on the workers are always those of the loss itself. The control
 message, whether an optimizer may step. `unscale_` only reads that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from pippy.ir.base.public_calls import check_words
 class PipelineGradScaler(torch.amp.GradScaler):
     """What `driver.instantiate_grad_scaler` gives: torch's, but for what the workers do. Its states are torch's."""
 
-    def __init__(self, commands: DriverCommands, **options: Any) -> None:
+    def __init__(self, commands: DriverCommands, scalers: Sequence[torch.amp.GradScaler] = (), **options: Any) -> None:
+        """``scalers`` are all of the driver; the last of them is in use."""
         check_words("driver.instantiate_grad_scaler", options, torch.amp.GradScaler)
         super().__init__("cpu", **options)
-        self._commands = commands
-        self.replaced = False  # by another scaler of the driver
+        self._commands, self._scalers = commands, scalers
         if self._enabled:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
@@ -109,7 +109,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        if self.replaced:
+        if self._scalers[-1:] != [self]:
             raise OptimizerError(
                 "this scaler was replaced by a later one of its driver; use what instantiate_grad_scaler returned last"
             )

@@ -24,7 +24,6 @@ recovered.
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -38,7 +37,7 @@ from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState, DiskPoint, MemoryPoint, exchange_of_states
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.loading import Loading, load_objects
-from pippy.drivers.model.state.saving import GivenObjects, Saving
+from pippy.drivers.model.state.saving import GivenObjects
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.state import KeepState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
@@ -128,15 +127,21 @@ class Recovery:
         commands: DriverCommands,
         cluster: Cluster,
         filling: Filling,
+        loading: Loading,
         optimizers: Sequence[PipelineOptimizer],
+        scalers: Sequence[PipelineGradScaler],
     ) -> None:
         self.pipe, self.placed, self.commands, self.cluster = pipe, placed, commands, cluster
-        self.filling, self.optimizers = filling, optimizers
-        self.scaler: PipelineGradScaler | None = None
+        self.filling, self.loading, self.optimizers, self.scalers = filling, loading, optimizers, scalers
         self.start = ControllerState.current(commands, (), None)
         self.points: list[DiskPoint | MemoryPoint] = []  # the newest of each kind, the newest last
         self._protected = 0
         self.left_out = ""  # why the newest checkpoint is no point
+
+    @property
+    def scaler(self) -> PipelineGradScaler | None:
+        """The scaler of the driver, which is the latest that was made."""
+        return self.scalers[-1] if self.scalers else None
 
     # Points
 
@@ -147,7 +152,7 @@ class Recovery:
 
     def loaded(self, path: str, given: Mapping[str, Any], whole: bool) -> None:
         """Note that a checkpoint was loaded; ``is_whole`` says whether it had all tensors of the model."""
-        self._note(DiskPoint(os.path.abspath(path), dict(given), self._now(), whole))
+        self._note(DiskPoint(path, dict(given), self._now(), whole))
 
     def begin_at(self) -> None:
         """Note that the random numbers of the start were set."""
@@ -167,9 +172,8 @@ class Recovery:
             return
         self._add(point)
 
-    def protect(self, saving: Saving, parts: Mapping[str, Any]) -> None:
+    def protect(self, objects: GivenObjects, values: Mapping[str, Any]) -> None:
         """Have each worker copy its state, and keep the copy of a neighbour."""
-        objects, values = saving.kept_values(parts)
         workers, starts = self.placed.workers, tuple(self.commands.session.log.starts)
         neighbours = dict(zip(workers, (*workers[1:], workers[0])))
         stages = {worker: self.placed.calls_on(worker) for worker in workers}
@@ -190,11 +194,7 @@ class Recovery:
     # Going back
 
     def recover(
-        self,
-        loading: Loading,
-        send_again: Callable[[Collection[int]], None],
-        wanted: Wanted,
-        settle: Callable[[], None],
+        self, send_again: Callable[[Collection[int]], None], wanted: Wanted, settle: Callable[[], None]
     ) -> dict[str, Any]:
         """Replace lost workers, and go back to the newest point. Returns the point's values.
 
@@ -202,21 +202,16 @@ class Recovery:
         replaced, and ``settle``, called after that, has the driver place its stages on the workers with which it goes on.
         """
         self.commands.check_open()
-        do = partial(self._recover, loading, send_again, wanted, settle)
-        in_turn = partial(self.commands.session.in_turn, do)
+        once = partial(self.commands.session.in_turn, partial(self._recover, send_again, wanted, settle))
         try:
-            return in_turn()
+            return once()
         except (
             WorkerLostError
         ):  # nobody had noticed it yet, or it was lost meanwhile; if that goes on, the caller decides
-            return in_turn()
+            return once()
 
     def _recover(
-        self,
-        loading: Loading,
-        send_again: Callable[[Collection[int]], None],
-        wanted: Wanted,
-        settle: Callable[[], None],
+        self, send_again: Callable[[Collection[int]], None], wanted: Wanted, settle: Callable[[], None]
     ) -> dict[str, Any]:
         commands = self.commands
         self._check_points()
@@ -231,7 +226,7 @@ class Recovery:
             if point is None:
                 values = self._to_start()
             else:
-                values = self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
+                values = self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point)
             commands.unload_left()
         there = "the start" if point is None else "copies in memory" if isinstance(point, MemoryPoint) else point.path
         _log.info("recovered: the run goes on from %s", there)
@@ -303,10 +298,10 @@ class Recovery:
             if optimizer.number not in there:
                 optimizer.make_again(self.placed.workers)
 
-    def _to_saved(self, point: DiskPoint, loading: Loading) -> dict[str, Any]:
+    def _to_saved(self, point: DiskPoint) -> dict[str, Any]:
         self._make_fresh(point.optimizers)
         self._store_unsaved()
-        values = loading.load(point.path, False, point.objects, all_random=True)
+        values = self.loading.load(point.path, False, point.objects, all_random=True)
         point.state.restore(self.commands, self.optimizers, self.scaler)
         return dict(values)
 
@@ -323,9 +318,3 @@ class Recovery:
             self.commands.call(
                 {worker: RestoreState(WorkerState(tensors)) for worker, tensors in stores.items() if tensors}
             )
-
-
-def finish_saving(finish: Callable[[], None]) -> None:
-    """Wait for a checkpoint that is written beside the run. If it failed, the newest point is the one before."""
-    with suppress(Exception):
-        finish()

@@ -151,10 +151,17 @@ class Saving:
     """Saves one driver's model, its optimizers and other objects."""
 
     def __init__(
-        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster, filling: Filling
+        self,
+        pipe: Pipe,
+        placed: PlacedPipe,
+        commands: DriverCommands,
+        cluster: Cluster,
+        filling: Filling,
+        begin_point: Callable[[GivenObjects], Callable[[str], None]],
     ) -> None:
+        """``begin_point`` notes that a checkpoint is begun, and gives what is called with the path when it is in place."""
         self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
-        self.begin_point: Callable[[GivenObjects], Callable[[str], None]] = lambda given: lambda path: None
+        self._begin_point = begin_point
         self._beside: Future[None] | None = None
 
     def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, parts: Mapping[str, Any]) -> str:
@@ -176,7 +183,7 @@ class Saving:
             with _refused(folder):
                 with uninterrupted():  # or nobody would unlock the folder
                     new = NewCheckpoint(folder, step)
-                work = _Work(new, names, objects, values, self.placed, keep, self.begin_point(objects))
+                work = _Work(new, names, objects, values, self.placed, keep, self._begin_point(objects))
                 work.write_unused()
                 written = self.commands.call(work.bodies(copy=not wait))
                 if wait:

@@ -29,7 +29,7 @@ gradient, and that of earlier steps is in it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -235,13 +235,9 @@ class Gradients:
         """Have what was added up in a command."""
         self.pending.append(_Pending(number, {}, adding.totals))
 
-    def scale(self, number: int, factor: float) -> None:
-        """Multiply all gradients, once all workers are known to do so."""
-        self.pending.append(_Pending(number, {}, factor=factor))
-
-    def clamp(self, number: int, limit: float) -> None:
-        """Clamp all gradients, once all workers are known to do so."""
-        self.pending.append(_Pending(number, {}, limit=limit))
+    def change(self, number: int, factor: float, limit: float | None) -> None:
+        """Multiply all gradients, and clamp them, once all workers are known to do so."""
+        self.pending.append(_Pending(number, {}, factor=factor, limit=limit))
 
     def settle(self, through: int) -> None:
         """Settle the commands up to a number: they succeeded on all workers."""
@@ -255,10 +251,11 @@ class Gradients:
             for key, gradient in command.sums.items():
                 self.unsummed.pop(key, None)
                 self._count(key, gradient, command)
-            if command.factor != 1.0:
-                self._change(partial(torch.Tensor.mul_, other=command.factor))
-            if command.limit is not None:
-                self._change(partial(_clamped, limit=command.limit))
+            for key, gradient in self.total.items():
+                if gradient is not None and command.factor != 1.0:
+                    self.total[key] = gradient = self._widened(key, gradient).mul_(command.factor)
+                if gradient is not None and command.limit is not None:
+                    self.total[key] = _clamped(self._widened(key, gradient), command.limit)
 
     def _count(self, key: int, gradient: Gradient, command: _Pending) -> None:
         if key in command.replaced:
@@ -271,10 +268,8 @@ class Gradients:
         self.pending = [command for command in self.pending if not first <= command.number <= last]
         self.clear_grad()
 
-    def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for key, gradient in self.total.items():
-            if gradient is not None:
-                self.total[key] = function(gradient.to(self.wider.get(key, gradient.dtype)))
+    def _widened(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self.wider.get(key, gradient.dtype))
 
 
 def norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:

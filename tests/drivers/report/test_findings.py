@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pippy.drivers.plan import add_communication, make_schedule
+from pippy.drivers.plan.drawings import ticks
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
-from pippy.drivers.report.drawings import ticks
 from pippy.drivers.report.findings import off_cores
 from tests.drivers.report.test_report import SVG
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped

@@ -33,36 +33,53 @@ NASTY = "</script><script>document.documentElement.dataset.error='escaped'</scri
 # The page
 
 
-class Reader(HTMLParser):
-    """Checks that elements are closed in order, and keeps what a test asks for."""
+class Page(HTMLParser):
+    """A report, whose elements are closed in order, and what tests ask for: the text of each kind of element; the cells of all
+    tables, with what is shown and the words behind it; the columns that cells name, and how many tables are in no box."""
 
     VOID = {"meta", "br"}
 
-    def __init__(self):
+    def __init__(self, path):
         super().__init__()
         self.open, self.attributes, self.text = [], [], defaultdict(str)
+        self.tables, self.columns, self.outside = [], [], 0
+        self.feed(path.read_text())
+        self.close()
+        assert self.open == []
 
     def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
         self.attributes += attrs
+        if tag == "table":
+            self.outside += self.open[-1] != ("div", "wide")
+            self.tables.append([]), self.columns.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append(["", ""])
+            self.columns[-1] += [given["data-of"]] if tag == "td" else []
+        elif tag == "span" and self.in_a_cell():
+            self.tables[-1][-1][-1][1] += given.get("title", "")
         if tag not in self.VOID:
-            self.open.append(tag)
+            self.open.append((tag, given.get("class")))
 
     def handle_startendtag(self, tag, attrs):
         self.attributes += attrs
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert self.open.pop()[0] == tag
 
     def handle_data(self, data):
-        self.text[self.open[-1] if self.open else ""] += data
+        self.text[self.open[-1][0] if self.open else ""] += data
+        if self.in_a_cell():
+            self.tables[-1][-1][-1][0] += data
+
+    def in_a_cell(self):
+        return any(tag in ("th", "td") for tag, _ in self.open)
 
 
-def read(path):
-    reader = Reader()
-    reader.feed(path.read_text())
-    reader.close()
-    assert reader.open == []
-    return reader
+def tables(path):
+    return Page(path).tables
 
 
 class Positions(nn.Module):
@@ -92,7 +109,7 @@ def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
     text = (tmp_path / "report.html").read_text()
     text = "".join([re.sub("<template.*?</template>", "", text), *unpacked(tmp_path / "report.html").values()])
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot0|hatch|head)\))", text)
-    reader = read(tmp_path / "report.html")
+    reader = Page(tmp_path / "report.html")
     assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
     assert "3 steps, and 2 earlier ones dropped" in text
 
@@ -100,7 +117,7 @@ def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
 def test_what_users_name_is_text_on_the_page(tmp_path):
     step = slow_stage(2.0, names=[NASTY, "worker1", "worker2", "worker3"])
     recorded(step).report(tmp_path / "report.html", title=NASTY)
-    reader = read(tmp_path / "report.html")
+    reader = Page(tmp_path / "report.html")
     assert reader.text["h1"] == reader.text["title"].split("F0.0")[0] == NASTY
     assert (tmp_path / "report.html").read_text().count("<script>") == 1
     ElementTree.fromstring(step.svg())
@@ -115,37 +132,6 @@ def test_the_page_says_what_was_found(tmp_path):
     assert "23.4 KiB in all" in text
     assert "worker 3 stage 3 1.0 MiB resident 1" in text
     assert "several hosts" not in text
-
-
-class Cells(HTMLParser):
-    """The cells of all tables: what is shown, and the words behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables, self.inside = [], None
-
-    def handle_starttag(self, tag, attrs):
-        if tag in ("table", "tr"):
-            (self.tables if tag == "table" else self.tables[-1]).append([])
-        elif tag in ("th", "td"):
-            self.tables[-1][-1].append(["", ""])
-            self.inside = self.tables[-1][-1][-1]
-        elif tag == "span" and self.inside:
-            self.inside[1] += dict(attrs).get("title", "")
-
-    def handle_endtag(self, tag):
-        if tag in ("th", "td"):
-            self.inside = None
-
-    def handle_data(self, data):
-        if self.inside:
-            self.inside[0] += data
-
-
-def tables(path):
-    reader = Cells()
-    reader.feed(path.read_text())
-    return reader.tables
 
 
 def test_the_table_of_causes_shows_shares_and_tells_the_rest_on_pointing(tmp_path):
@@ -224,7 +210,7 @@ def test_memory_over_time_is_drawn_to_one_scale_and_to_the_time_of_the_step(tmp_
     measured = recorded(replace(step, noted=noted))
     measured.report(tmp_path / "report.html", memory=SimpleNamespace(program=step.program, workers=counted))
     text = (tmp_path / "report.html").read_text()
-    drawn = re.findall(r'<g class="held-(\w+)">.*?<polyline [^>]*points="([^"]*)"', text)
+    drawn = re.findall(r'<polyline class="held-(\w+)" [^>]*points="([^"]*)"', text)
     assert [name for name, _ in drawn] == ["measured", "counted"] * 4
     for at, (_, points) in enumerate(drawn):
         worker, its = at // 2, [each // (1 + at % 2) for each in most[at // 2]]
@@ -394,35 +380,6 @@ def test_the_page_works_in_a_browser(tmp_path):
 # A narrow page
 
 
-class Tables(HTMLParser):
-    """The columns that heads name, and those that cells name, by table. ``outside`` counts tables that are in no box."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.heads, self.cells, self.outside, self.reads = [], [], 0, False
-        self.around = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        if tag == "table":
-            self.outside += self.around != "wide"
-            self.heads.append([]), self.cells.append([])
-        elif tag == "th":
-            self.heads[-1].append("")
-            self.reads = True
-        elif tag == "td":
-            self.cells[-1].append(given.get("data-of"))
-        self.around = given.get("class", "") if tag == "div" else ""
-
-    def handle_endtag(self, tag):
-        self.reads = self.reads and tag != "th"
-
-    def handle_data(self, data):
-        if self.reads:
-            self.heads[-1][-1] += data
-
-
 @pytest.fixture
 def wide_names(tmp_path):
     """The report of workers with long names, which make tables wide."""
@@ -434,11 +391,10 @@ def wide_names(tmp_path):
 
 def test_each_cell_of_a_table_names_its_column_for_a_narrow_page(wide_names):
     """Tables were cut at the edge of a narrow window: there a row is a block of cells, each under the name of its column."""
-    text = wide_names.read_text()
-    tables = Tables(text)
-    assert len(tables.heads) >= 4 and tables.outside == 0
-    for heads, cells in zip(tables.heads, tables.cells):
-        assert cells == heads * (len(cells) // len(heads)) and cells
+    text, page = wide_names.read_text(), Page(wide_names)
+    assert len(page.tables) >= 4 and page.outside == 0
+    for (heads, *_), cells in zip(page.tables, page.columns):
+        assert cells == [shown for shown, _ in heads] * (len(cells) // len(heads)) and cells
     style = text.split("<style>")[1].split("</style>")[0]
     narrow = style.split("@media (max-width: 40rem) {")[1].split("\n}")[0]
     assert (

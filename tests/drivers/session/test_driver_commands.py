@@ -20,7 +20,7 @@ from pippy import PipelineDriver, pipeline
 from pippy.drivers.base.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.base.process_signs import Look, Sign
 from pippy.drivers.protocol.programs import Unload
-from pippy.drivers.protocol.state import ReduceGradients, WorkerHooks
+from pippy.drivers.protocol.state import ChangeGradients, WorkerHooks
 from pippy.drivers.session.calls import Address, PendingCall
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState, NonFiniteGradients
 from pippy.drivers.session.session import Session
@@ -95,7 +95,7 @@ def step(commands: DriverCommands, trains: bool = True, reduce: bool = False) ->
 
 
 def reduce_(commands: DriverCommands) -> None:
-    commands.call_reducing(lambda reduce: dict.fromkeys(WORKERS, ReduceGradients()))
+    commands.call_reducing(lambda reduce: dict.fromkeys(WORKERS, ChangeGradients(reduce)))
 
 
 EVENTS = {

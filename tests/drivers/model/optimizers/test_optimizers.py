@@ -242,13 +242,13 @@ class Trained:
         optimizer = self.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
         self.driver.run(1, torch.randn(4, 4), torch.randn(4, 1))
         optimizer.step()
-        copy_to = self.driver.parameters.copy_to
+        copy_to = self.driver.copy_to
 
         def counted(model):
             self.copies += 1
             copy_to(model)
 
-        self.driver.parameters.copy_to = counted
+        self.driver.copy_to = counted
 
 
 @pytest.fixture
