@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, StackDataset, TensorDataset, default_collate
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
+from pippy.drivers.batch.division import DividedValue, Division, divided_leaves, even_sizes
 from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
 from pippy.ir.call.guards import Guards
@@ -47,15 +47,19 @@ class IndexBatch:
 class Column(Elsewhere):
     """One argument of a mini-batch whose rows the workers load. It is made by an `IndexLoader`, and given to `driver.run`.
 
-    >>> Column(None, "x", IndexBatch(0, [5, 1, 4], ()))
+    Several mini-batches that are run as one have a batch each, cut into as many micro-batches as ``counts`` says.
+
+    >>> Column(None, "x", [IndexBatch(0, [5, 1, 4], ())])
     Column('x', 3 rows)
+    >>> Column(None, "x", [IndexBatch(0, range(rows), ()) for rows in (4, 3)], counts=[2, 2]).sizes
+    (2, 2, 2, 1)
     """
 
-    def __init__(self, dataset: Any, key: ColumnKey, batch: IndexBatch) -> None:
-        self.dataset, self.key, self.batch = dataset, key, batch
+    def __init__(self, dataset: Any, key: ColumnKey, batches: Sequence[IndexBatch], counts: Sequence[int] = ()) -> None:
+        self.dataset, self.key, self.batches, self.counts = dataset, key, tuple(batches), tuple(counts)
 
     def __len__(self) -> int:
-        return len(self.batch)
+        return sum(map(len, self.batches))
 
     def __repr__(self) -> str:
         return f"Column({self.key!r}, {count_with_noun(len(self), 'row')})"
@@ -66,35 +70,21 @@ class Column(Elsewhere):
             "indices, and make the Column again: loader.batch(indices)"
         )
 
-
-class ColumnPieces(Column):
-    """A column of several mini-batches that are run as one, each cut into as many micro-batches as ``counts`` says.
-
-    >>> columns = [Column(None, "x", IndexBatch(0, range(rows), ())) for rows in (4, 3)]
-    >>> ColumnPieces(columns, [2, 2]).sizes
-    (2, 2, 2, 1)
-    """
-
-    def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
-        super().__init__(columns[0].dataset, columns[0].key, columns[0].batch)
-        self.columns, self.counts = columns, tuple(counts)
-        if any((each.dataset, each.key) != (self.dataset, self.key) for each in columns):
-            raise MicrobatchError(
-                "mini-batches that are run as one have columns of different datasets for the same argument, such "
-                f"as {columns[0]!r}; take all of them from one loader"
-            )
-
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each micro-batch, as `torch.tensor_split` cuts them."""
-        return tuple(
-            len(each) // count + (at < len(each) % count)
-            for each, count in zip(self.columns, self.counts)
-            for at in range(count)
-        )
+        """The rows of each micro-batch of several mini-batches, as `torch.tensor_split` cuts them."""
+        return tuple(size for each, count in zip(self.batches, self.counts) for size in even_sizes(len(each), count))
 
-    def __len__(self) -> int:
-        return sum(map(len, self.columns))
+
+def joined_columns(columns: Sequence[Column], counts: Sequence[int]) -> Column:
+    """A column of several mini-batches that are run as one."""
+    first = columns[0]
+    if any((each.dataset, each.key) != (first.dataset, first.key) for each in columns):
+        raise MicrobatchError(
+            "mini-batches that are run as one have columns of different datasets for the same argument, such "
+            f"as {first!r}; take all of them from one loader"
+        )
+    return Column(first.dataset, first.key, [batch for each in columns for batch in each.batches], counts)
 
 
 @dataclass(frozen=True)
@@ -119,6 +109,7 @@ class LoadedColumn(DividedValue):
     spec: Any
     path: str
     outer: bool
+    loaded = True
 
     def take(self, microbatch: int, division: Division) -> Any:
         raise DriverError(
@@ -130,21 +121,6 @@ class LoadedColumn(DividedValue):
 def loaded_columns(value: Any) -> list[LoadedColumn]:
     """What the workers load of a divided argument."""
     return [leaf for leaf in divided_leaves(value) if isinstance(leaf, LoadedColumn)]
-
-
-@dataclass(frozen=True, eq=False)
-class DivisionOfColumns(Division):
-    """A mini-batch of which some values are loaded by the workers.
-
-    ``checks_guards``: this worker checks what the Pipe was traced for. ``weighs``: this worker finds the weights of the losses.
-    """
-
-    checks_guards: bool = False
-    weighs: bool = False
-
-    def plain(self) -> Division:
-        """The same, of which no value is loaded."""
-        return Division(self.chunks, self.sizes, self.arguments, self.names, self.mask, self.starts, self.share)
 
 
 # Items of a dataset as torch has it: `dataset[index]`, or `dataset.__getitems__(indices)`, put together by a collate function.

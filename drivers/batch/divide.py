@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import MicrobatchError, StepError
-from pippy.drivers.batch.columns import Column, ColumnPieces, DivisionOfColumns, LoadedColumn
-from pippy.drivers.batch.division import CutTensor, DividedValue, Division, PerMicrobatch, SameForAll
+from pippy.drivers.batch.columns import Column, LoadedColumn
+from pippy.drivers.batch.division import CutTensor, DividedValue, Division, PerMicrobatch, SameForAll, even_sizes
 from pippy.drivers.batch.specs import (
     ChunkSpec,
     MicroBatches,
@@ -63,8 +63,7 @@ def divide(
     arguments = {name: divider.divide(value, specs.get(name), users.get(name, name)) for name, value in values.items()}
     sizes = divider.sizes({users.get(name, name): value for name, value in values.items()})
     starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes is not None else ()
-    kind = DivisionOfColumns if divider.columns else Division
-    return kind(chunks, sizes, arguments, names, mask, starts)
+    return Division(chunks, sizes, arguments, names, mask, starts)
 
 
 class Divider:
@@ -75,7 +74,6 @@ class Divider:
         self.rows: list[tuple[str, str, int]] = []  # where, what, how many
         self.tensors: dict[str, torch.Tensor] = {}  # that are cut, by where they are
         self.given_sizes: list[tuple[str, tuple[int, ...]]] = []
-        self.columns: list[Column] = []  # that workers load
 
     def divide(self, value: Any, spec: Any, path: str, outer: bool = True) -> Any:
         """A value, with a `DividedValue` for each value in it. ``outer``: the spec is for this value, not a container of it."""
@@ -121,14 +119,12 @@ class Divider:
 
     def loaded(self, value: Column, spec: Any, path: str, outer: bool) -> LoadedColumn:
         """A value that a worker divides: here it is known how many rows it will have."""
-        self.columns.append(value)
-        if isinstance(value, ColumnPieces):
+        if value.counts:
             self._check_uncut(spec, path)
             self.given_sizes.append((path, value.sizes))
-            return LoadedColumn(value.key, tuple(each.batch for each in value.columns), value.counts, spec, path, outer)
-        if not isinstance(spec, (Replicate, ChunkSpec)):
+        elif not isinstance(spec, (Replicate, ChunkSpec)):
             self.rows.append((path, f"as many as it has indices in {value!r}", len(value)))
-        return LoadedColumn(value.key, (value.batch,), (), spec, path, outer)
+        return LoadedColumn(value.key, value.batches, value.counts, spec, path, outer)
 
     def _check_uncut(self, spec: Any, path: str) -> None:
         if isinstance(spec, (TensorChunkSpec, ChunkSpec)):
@@ -215,15 +211,6 @@ class Divider:
         return "\n".join(
             [f"what is cut into {self.chunks} micro-batches has different numbers of rows:", *lines, advice]
         )
-
-
-def even_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """The rows of each micro-batch, the larger ones first, as in ``torch.tensor_split``.
-
-    >>> even_sizes(7, 3)
-    (3, 2, 2)
-    """
-    return tuple(rows // chunks + (index < rows % chunks) for index in range(chunks))
 
 
 def same_for_all(value: Any) -> SameForAll:

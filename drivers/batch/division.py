@@ -10,7 +10,7 @@ number of micro-batches. Only what a spec of the user's cuts, and what was given
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +19,9 @@ from pippy.ir.base.trees import children, leaves, map_tensors, narrow, tensors, 
 
 @dataclass(frozen=True, eq=False)
 class DividedValue:
-    """A value that an argument is or holds, and how it is divided."""
+    """A value that an argument is or holds, and how it is divided. If it is ``loaded``, a worker loads it, and divides it."""
+
+    loaded: ClassVar[bool] = False
 
     def take(self, microbatch: int, division: "Division") -> Any:
         """The value for one micro-batch."""
@@ -143,6 +145,11 @@ class Division:
         """Whether each micro-batch has a part of the rows."""
         return self.chunks > 1 and not self.mask
 
+    @property
+    def loads(self) -> bool:
+        """Whether the workers load some values."""
+        return any(leaf.loaded for value in self.arguments.values() for leaf in divided_leaves(value))
+
     def take(self, name: str, microbatch: int) -> Any:
         """The value of an input for one micro-batch. Tensors are views of the whole; do not write into them."""
         return map_divided(lambda leaf: leaf.take(microbatch, self), self.arguments[name])
@@ -256,6 +263,15 @@ class Division:
         return map_tensors(
             lambda each: narrow(each, dim, start, size) if each.dim() > dim and each.shape[dim] == rows else each, value
         )
+
+
+def even_sizes(rows: int, chunks: int) -> tuple[int, ...]:
+    """The rows of each micro-batch, the larger ones first, as in ``torch.tensor_split``.
+
+    >>> even_sizes(7, 3)
+    (3, 2, 2)
+    """
+    return tuple(rows // chunks + (index < rows % chunks) for index in range(chunks))
 
 
 def for_each_slice(numbers: Sequence[int], slices: int) -> tuple[int, ...]:

@@ -8,15 +8,17 @@ a dict                   run(chunks, **item)
 several of one kind      each argument as `MicroBatches`: the micro-batches of one item after those of the other
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
-from pippy.drivers.base.errors import MicrobatchError
-from pippy.drivers.batch.columns import Column, ColumnPieces
+from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.columns import Column, joined_columns
 from pippy.drivers.batch.specs import MicroBatches
+from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.trees import children, describe, leaves, tensors, with_children
 
 
@@ -56,6 +58,27 @@ def call_of_items(items: Sequence[Any], chunks: int | None) -> RunCall:
     return RunCall(sum(counts), tuple(args), dict(kwargs))
 
 
+def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> RunCall:
+    """The call of `driver.run` with the next ``chunks`` items, each of which is a micro-batch.
+
+    >>> next_call(iter([torch.ones(2), torch.ones(3)]), 2, "train_batch")
+    RunCall(chunks=2, args=(MicroBatches([float32[2], float32[3]]),), kwargs={})
+    """
+    check_count("chunks", chunks, "how many items of data are a mini-batch", DriverError)
+    if not isinstance(data_iter, Iterator):
+        raise DriverError(
+            f"{method}() takes {chunks} items from an iterator at each call, but this is {describe(data_iter)}, not "
+            "an iterator; call iter() once, before the loop, or give pippy.RepeatingLoader(loader)"
+        )
+    items = list(islice(data_iter, chunks))
+    if len(items) < chunks:
+        raise DriverError(
+            f"the iterator ended after {len(items)} of the {chunks} micro-batches of this step, and nothing was run; "
+            "pippy.RepeatingLoader(loader) begins anew at the end"
+        )
+    return call_of_items(items, 1)
+
+
 def _arguments(item: Any, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(item, torch.Tensor):
         return (item,), {}
@@ -87,7 +110,7 @@ def joined_items(values: Sequence[Any], counts: Sequence[int], path: str) -> Any
                 f"item and {describe(value)} in another; make the items of data alike"
             )
     if isinstance(first, Column):
-        return ColumnPieces(values, counts)
+        return joined_columns(values, counts)
     held = children(first)
     if held is not None and not isinstance(first, MicroBatches):
         parts = zip(*[children(value) or () for value in values])

@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.batch.columns import (
     Column,
-    DivisionOfColumns,
     IndexBatch,
     LoadingRules,
     check_dataset,
@@ -53,14 +52,13 @@ class DatasetSource:
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None, prefetch: int = 0) -> None:
-        self.number, self.dataset, self.collate = next(_numbers), dataset, collate
+        self.number, self.dataset, self.prefetch = next(_numbers), dataset, prefetch
+        self.collate = None if collate is default_collate else collate
         self.columns: dict[Hashable, Any] | None = None
         self.rows: int | None = None
         self._sent: dict[Any, Pickled] = {}
-        self.prefetch = prefetch
-        check_count(
-            "prefetch", prefetch, "how many mini-batches a worker loads ahead of its steps", DriverError, least=0
-        )
+        what = "how many mini-batches a worker loads ahead of its steps"
+        check_count("prefetch", prefetch, what, DriverError, least=0)
         if collate is not None and not callable(collate):
             raise DriverError(
                 f"collate_fn={describe(collate)}: give a function of a list of rows, or None for torch's own"
@@ -74,7 +72,7 @@ class DatasetSource:
                 )
             return
         check_dataset(dataset, "dataset")
-        self.columns = columns_of(dataset) if collate in (None, default_collate) else None
+        self.columns = columns_of(dataset) if self.collate is None else None
         self.rows = len(dataset) if hasattr(dataset, "__len__") else None
 
     @property
@@ -82,11 +80,11 @@ class DatasetSource:
         """Whether workers make it themselves."""
         return isinstance(self.dataset, str)
 
-    def message(self, keys: Collection[Hashable], sample: tuple[Any, ...]) -> AddDataset:
+    def message(self, keys: Collection[Hashable], sample: tuple[Any, ...], rules: LoadingRules) -> AddDataset:
         """The message to a worker that needs these columns."""
-        collate = None if self.collate in (None, default_collate) else self._pickled("collate", self.collate)
-        dataset, beside = self._sent_dataset(keys), self.prefetch > 0
-        return AddDataset(self.number, dataset, collate, tuple(keys), sample, beside=beside)
+        collate = None if self.collate is None else self._pickled("collate", self.collate)
+        dataset, sent_rules = self._sent_dataset(keys), pickle_by_value(rules)
+        return AddDataset(self.number, dataset, collate, tuple(keys), sample, sent_rules, beside=self.prefetch > 0)
 
     def _sent_dataset(self, keys: Collection[Hashable]) -> Pickled | Mapping[Hashable, Pickled] | str:
         if self.by_name:
@@ -257,7 +255,7 @@ class IndexLoader:
         return found
 
     def _columns(self, batch: IndexBatch) -> Columns:
-        columns = {key: Column(self.source, key, batch) for key in self.keys}
+        columns = {key: Column(self.source, key, [batch]) for key in self.keys}
         return columns if any(isinstance(key, str) for key in self.keys) else tuple(columns.values())  # type: ignore[return-value]
 
 
@@ -317,19 +315,17 @@ class SentDatasets:
     ) -> None:
         self.compiled, self.commands, self.workers, self.loss_reduction = compiled, commands, workers, loss_reduction
         self.sent: dict[tuple[int, int], frozenset[Hashable]] = {}  # by dataset and worker: the columns
-        self.told: set[int] = set()  # the workers that have the rules
         self.gone: list[int] = []  # datasets that nobody has any more
 
     def weigh_by(self, loss_reduction: Callable[..., Any] | str) -> None:
         """From now on, workers that load targets weigh losses by this function, which is sent with their datasets."""
         self.loss_reduction = loss_reduction
-        self.forget(self.told)
+        self.sent.clear()
 
     def forget(self, ranks: Collection[int]) -> None:
         """Note that these workers have lost their datasets."""
         for key in [key for key in self.sent if key[1] in ranks]:
             del self.sent[key]
-        self.told.difference_update(ranks)
 
     def divisions(
         self, division: Division, lowered: Lowered, ranks: Sequence[int], weigher: int | None
@@ -337,32 +333,23 @@ class SentDatasets:
         """Each worker's part of a mini-batch, by its rank.
 
         If a worker computes the weights of the losses, ``weigher`` is its place in the pipeline. If the Pipe was traced for
-        values that workers load, one of these workers checks them.
+        values that workers load, one of these workers has all of them, and checks them.
         """
         program, workers = lowered.program, lowered.program.placement.workers
         shares = [division] if program.replicas == 1 else [division.part(share) for share in program.shares]
-        checked, checker = self._checked(division, lowered.inputs)
+        guarded = guarded_inputs(self.compiled, division)
+        checker = next(
+            (min(lowered.inputs[name]) for name in guarded if loaded_columns(division.arguments[name])), None
+        )
         weighed = weighing_inputs(division, self.compiled.target_name, self.loss_reduction)
         self._check_weighed(division, weighed, weigher, program.replicas)
         by_rank = {}
         for at, rank in enumerate(ranks):
             replica, worker = divmod(at, workers)
             names = [name for name, takers in lowered.inputs.items() if worker in takers]
-            names += [*(checked if worker == checker else []), *(weighed if worker == weigher else [])]
-            part = shares[replica].only(list(dict.fromkeys(names)))
-            if isinstance(part, DivisionOfColumns):
-                loads = any(loaded_columns(value) for value in part.arguments.values())
-                part = (
-                    replace(part, checks_guards=worker == checker, weighs=worker == weigher) if loads else part.plain()
-                )
-            by_rank[rank] = part
+            names += [*(guarded if worker == checker else []), *(weighed if worker == weigher else [])]
+            by_rank[rank] = shares[replica].only(list(dict.fromkeys(names)))
         return by_rank
-
-    def _checked(self, division: Division, inputs: Mapping[str, Container[int]]) -> tuple[list[str], int | None]:
-        """The inputs whose values the Pipe was traced for, and the worker that checks them, as it loads some of them."""
-        guarded = [name for name in guarded_inputs(self.compiled, division) if name in inputs]
-        loaded = [name for name in guarded if loaded_columns(division.arguments[name])]
-        return guarded, min(inputs[loaded[0]]) if loaded else None  # type: ignore[call-overload]
 
     def _check_weighed(self, division: Division, weighed: Sequence[str], weigher: int | None, replicas: int) -> None:
         """Raise if a replica would weigh the losses of all replicas by its own part of the rows."""
@@ -391,45 +378,34 @@ class SentDatasets:
 
     def loaded_here(self, division: Division, columns: Sequence[Column], trains: bool) -> Division:
         """A mini-batch with all its values in this process, also those that the workers load."""
-        if not isinstance(division, DivisionOfColumns):
+        if not division.loads:
             return division
         reader = DatasetReader({}, lambda: False, shares_process=True)
-        reader.rules = self._rules
         for source in {column.dataset.number: column.dataset for column in columns}.values():
-            message = source.message(_keys(division, source.number), _sample(columns, source))
+            message = source.message(_keys(division, source.number), _sample(columns, source), self._rules)
             reader.add(replace(message, beside=False))
-        return reader.load(division, trains)[1]
+        return reader.load(division, trains)[0]
 
     def _send(self, source: DatasetSource, wanted: Mapping[int, frozenset[Hashable]], sample: tuple[Any, ...]) -> None:
-        gone, rules = tuple(self.gone), pickle_by_value(self._rules)
-        bodies = {
-            rank: replace(source.message(keys, sample), gone=gone, rules=None if rank in self.told else rules)
-            for rank, keys in wanted.items()
-        }
-        seen = self.commands.call(bodies)
+        gone = tuple(self.gone)
+        messages = {rank: source.message(keys, sample, self._rules) for rank, keys in wanted.items()}
+        seen = self.commands.call({rank: replace(each, gone=gone) for rank, each in messages.items()})
         self._compare(source, seen)
         if not any(number == source.number for number, _ in self.sent):
             weakref.finalize(source, _forget, self.sent, self.gone, source.number).atexit = False
-        self.told |= bodies.keys()
         self.sent.update({(source.number, rank): keys for rank, keys in wanted.items()})
 
     def _compare(self, source: DatasetSource, seen: Mapping[int, DatasetSeen]) -> None:
         """Raise if the workers have made different datasets."""
         (first, one), *others = seen.items()
         for rank, other in others:
-            if other == one:
-                continue
-            what = "the row that was compared is not the same"
-            if one.rows != other.rows:
-                what = f"it has {one.rows} rows on the one and {other.rows} on the other"
-            elif one.kind != other.kind:
-                what = f"it is a {one.kind} on the one and a {other.kind} on the other"
-            raise DriverError(
-                f"the dataset {source.dataset!r} is not the same on worker {first} ({self.workers[first]}) and "
-                f"worker {rank} ({self.workers[rank]}): {what}, so inputs and targets would not belong together; "
-                "its function must make the same dataset on every worker (sort lists of files, and seed random "
-                "numbers)"
-            )
+            if other != one:
+                raise DriverError(
+                    f"the dataset {source.dataset!r} is not the same on all workers, so inputs and targets would not belong "
+                    f"together: on worker {first} ({self.workers[first]}) {one.words}, and on worker {rank} "
+                    f"({self.workers[rank]}) {other.words}; its function must make the same dataset on every worker (sort "
+                    "lists of files, and seed random numbers)"
+                )
         if source.rows is None:
             source.rows = one.rows
 
@@ -442,7 +418,7 @@ def _forget(sent: dict[tuple[int, int], Any], gone: list[int], number: int) -> N
 
 def _sample(columns: Sequence[Column], source: DatasetSource) -> tuple[Any, ...]:
     """The row by which workers compare a dataset that they make."""
-    return next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
+    return next(tuple(each.batches[0].indices[:1]) for each in columns if each.dataset is source)
 
 
 def _keys(division: Division, number: int) -> frozenset[Hashable]:

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
+from pippy.drivers.batch.items import next_call
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
@@ -33,7 +34,6 @@ from pippy.drivers.driver.check.check_step import StepCheck, checked_model
 from pippy.drivers.driver.check.comparisons import Budget
 from pippy.drivers.driver.check.report import Checked, CheckReport
 from pippy.drivers.driver.data import check_no_columns
-from pippy.drivers.driver.data_iterators import evaluating, loss_alone, next_call
 from pippy.drivers.driver.profile import DriverProfile, WorkerProfiles, profile_options, trace_path
 from pippy.drivers.driver.step_runner import StepRunner, surroundings_of
 from pippy.drivers.driver.steps.arrangement import Arrangement, Arrangements, WorkersToGoOnWith, check_fewer
@@ -50,7 +50,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
 from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
 from pippy.drivers.driver.steps.results import RunningStep
-from pippy.drivers.driver.steps.updates import check_trains, checked_updates
+from pippy.drivers.driver.steps.updates import check_trains, checked_updates, evaluating, loss_alone
 from pippy.drivers.engines.cluster import Cluster, DriverPlaces, current_cluster
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers

@@ -217,7 +217,7 @@ class AddDataset:
 
     ``dataset`` is the dataset, or a dataset for each of some columns, or "package.module:function", which makes it. ``collate``
     puts items together; None stands for torch's own. ``keys`` are the columns that this worker needs. Workers that make the
-    dataset compare their row ``sample``. ``rules`` has the Pipe's guards and what weighs losses, and is sent once for a driver.
+    dataset compare their row ``sample``. ``rules`` has the Pipe's guards and what weighs losses.
     The datasets with the numbers ``gone`` are dropped. With ``beside``, threads load the next mini-batches during the steps.
     """
 
@@ -226,15 +226,14 @@ class AddDataset:
     collate: Pickled | None
     keys: tuple[Any, ...]
     sample: tuple[Any, ...]
-    rules: Pickled | None = None
+    rules: Pickled
     gone: tuple[int, ...] = ()
     beside: bool = False
 
 
 @dataclass(frozen=True)
 class DatasetSeen:
-    """What a worker has made of the name of a dataset: its class, how many rows it has, and a digest of the sample."""
+    """What a worker has made of the name of a dataset: how many rows it has, and in words its class and a digest of a row."""
 
-    kind: str = ""
     rows: int | None = None
-    digest: str = ""
+    words: str = ""

@@ -5,7 +5,7 @@ step whose indices the controller knows, on the worker that uses them.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +21,6 @@ from torch import nn
 from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.batch.columns import (
-    DivisionOfColumns,
     IndexBatch,
     LoadedColumn,
     LoadingRules,
@@ -32,10 +31,11 @@ from pippy.drivers.batch.columns import (
     loaded_columns,
 )
 from pippy.drivers.batch.divide import Divider
-from pippy.drivers.batch.division import DividedValue, Division, map_divided
+from pippy.drivers.batch.division import DividedValue, Division, even_sizes, map_divided
 from pippy.drivers.batch.items import joined_items
 from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.batch.refusals import refuse_inputs
+from pippy.drivers.batch.specs import can_have_rows
 from pippy.drivers.protocol.programs import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
@@ -97,62 +97,51 @@ _DRAWS_BESIDE = (
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """A dataset on a worker: of all columns, or one for each of those that it needs.
+    """A dataset on a worker: ``parts`` is a dataset for each of the columns that it needs, or one under None for all columns.
 
     ``beside``: it also loads on threads. ``shares_process``: the random generators of the process are a script's, too.
+    ``goes_on`` is called between rows, and may raise.
     """
 
-    whole: Any
-    columns: Mapping[Hashable, Any] | None
+    parts: Mapping[Hashable, Any]
     collate: Callable[[Any], Any] | None
     keys: tuple[Hashable, ...]
-    beside: bool = False
-    shares_process: bool = False
+    beside: bool
+    shares_process: bool
+    goes_on: Callable[[], None]
 
     @classmethod
-    def of(cls, body: AddDataset, dataset: Any, shares_process: bool) -> "OpenedDataset":
+    def of(cls, body: AddDataset, dataset: Any, shares_process: bool, goes_on: Callable[[], None]) -> "OpenedDataset":
         """The dataset of a message: the dataset itself, or a dict of the columns that the message names."""
         collate = None if body.collate is None else unpickle(body.collate)
         columns = dataset if isinstance(body.dataset, Mapping) else columns_of(dataset) if collate is None else None
-        if columns is None or not all(key in columns for key in body.keys):
-            return cls(dataset, None, collate, body.keys, body.beside, shares_process)
-        own = {key: columns[key] for key in body.keys}
-        return cls(None, own, collate, body.keys, body.beside, shares_process)
+        if columns is not None and all(key in columns for key in body.keys):
+            parts = {key: columns[key] for key in body.keys}
+        else:
+            parts = {None: dataset}
+        return cls(parts, collate, body.keys, body.beside, shares_process, goes_on)
 
-    def load(self, indices: Sequence[Any], draws: Keys, goes_on: Callable[[], None]) -> dict[Hashable, Any]:
+    def load(self, indices: Sequence[Any], draws: Keys, alone: bool = False) -> dict[Hashable, Any] | None:
         """The columns that are needed, of the rows with these indices.
 
         Random numbers are keyed by ``draws``, so that all workers that load these rows draw the same, and those of the stages
-        are as if nothing had been drawn.
+        are as if nothing had been drawn. ``alone``: they are some rows of a mini-batch. Then it gives None if they might be
+        others than among all rows: with a collate function, which may look at all of them, and if random numbers are drawn, of
+        which those of a row depend on the rows before it.
         """
-        if self.beside:
+        if alone and self.collate is not None:
+            return None
+        if not self.beside:
+            with self._random_numbers_apart():
+                found, drew = self._loaded(indices, draws)
+        else:
             before = RandomState.current()
-            rows = self.load_beside(indices, goes_on)
+            found, drew = self.load_beside(indices), False
             if not self.shares_process and not before.is_current():
                 before.restore()
                 raise DriverError(_DRAWS_BESIDE.format(""))
-            return rows
-        with self._random_numbers_apart():
-            return self._loaded(indices, goes_on, lambda key: seed_all(_seed((*draws, *key))))
-
-    def load_own(self, indices: Sequence[Any], draws: Keys, goes_on: Callable[[], None]) -> dict[Hashable, Any] | None:
-        """As `load`, for some rows of a mini-batch. None if these rows alone might be others than they are among all of them.
-
-        That is so with a collate function, which may look at all rows, and if random numbers are drawn, of which those of a row
-        depend on the rows before it.
-        """
-        if self.collate is not None:
-            return None
-        if self.beside:
-            found = self.load(indices, draws, goes_on)
-        else:
-            with self._random_numbers_apart():
-                seed_all(_seed(draws))
-                before = RandomState.current()
-                found = self._loaded(indices, goes_on, lambda key: None)
-                if not before.is_current():
-                    return None
-        return found if all(_has_rows(leaf, len(indices)) for leaf in leaves(list(found.values()))) else None
+        by_rows = not drew and all(_has_rows(leaf, len(indices)) for leaf in leaves(list(found.values())))
+        return found if by_rows or not alone else None
 
     @contextmanager
     def _random_numbers_apart(self) -> Iterator[None]:
@@ -164,52 +153,36 @@ class OpenedDataset:
         with _turn, shared_generators.borrowed([], Draws.PYTHONS_TOO):
             yield
 
-    def load_beside(self, indices: Sequence[Any], goes_on: Callable[[], None]) -> dict[Hashable, Any]:
+    def load_beside(self, indices: Sequence[Any]) -> dict[Hashable, Any]:
         """The same without random numbers, on any thread."""
         with _RefusesDraws():
-            return self._loaded(indices, goes_on, lambda key: None)
+            return self._loaded(indices, None)[0]
 
-    def _loaded(
-        self, indices: Sequence[Any], goes_on: Callable[[], None], seed: Callable[[Keys], None]
-    ) -> dict[Hashable, Any]:
-        found: dict[Hashable, Any] = {}
+    def _loaded(self, indices: Sequence[Any], draws: Keys | None) -> tuple[dict[Hashable, Any], bool]:
+        """The columns, and whether random numbers were drawn. They are seeded, if they are keyed by something."""
+        found, drew = dict[Hashable, Any](), False
         with torch.autocast("cpu", enabled=False):
-            if self.columns is None:
-                seed(())
-                rows = load_rows(self.whole, indices, self.collate, goes_on)
-                return {key: column_of(rows, key, len(self.keys) == 1) for key in self.keys}
-            for key, column in self.columns.items():
-                seed((key,))
-                found[key] = load_rows(column, indices, None, goes_on)
-        return found
-
-    def seen(self, dataset: Any, sample: Sequence[Any]) -> DatasetSeen:
-        """What the controller compares of a dataset that each worker makes."""
-        whole = OpenedDataset(dataset, None, self.collate, (None,))
-        rows = len(dataset) if hasattr(dataset, "__len__") else None
-        return DatasetSeen(type(dataset).__qualname__, rows, _digest(whole.load(sample, (), lambda: None)[None]))
+            for part, dataset in self.parts.items():
+                if draws is not None:
+                    seed_all(_seed(draws if part is None else (*draws, part)))
+                    seeded = RandomState.current()
+                rows = load_rows(dataset, indices, self.collate, self.goes_on)
+                drew = drew or (draws is not None and not seeded.is_current())
+                wanted = self.keys if part is None else ()
+                found |= {key: column_of(rows, key, len(wanted) == 1) for key in wanted} if wanted else {part: rows}
+        return found, drew
 
 
 class LoadingBeside:
-    """Rows that are loaded on a thread of their own."""
+    """Rows that are loaded on a thread of their own, until they are there or nobody needs them any more."""
 
     def __init__(self, dataset: OpenedDataset, indices: Sequence[Any]) -> None:
-        self.indices, self._ended = indices, False
-        self._rows = beside(partial(dataset.load_beside, indices, self._goes_on), "pippy data")
+        self.indices, self.ended = indices, False
+        self.rows = beside(partial(replace(dataset, goes_on=self._goes_on).load_beside, indices), "pippy data")
 
     def _goes_on(self) -> None:
-        if self._ended:
+        if self.ended:
             raise Interrupted
-
-    def end(self) -> None:
-        """Nobody needs them any more."""
-        self._ended = True
-
-    def result(self, goes_on: Callable[[], None]) -> dict[Hashable, Any]:
-        """The rows, when they are there. ``goes_on`` is called from time to time, and may raise."""
-        while not wait([self._rows], timeout=0.05).done:
-            goes_on()
-        return self._rows.result()
 
 
 class _RefusesDraws(DispatchMode):
@@ -226,7 +199,7 @@ class _RefusesDraws(DispatchMode):
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+    return can_have_rows(leaf) and leaf.shape[0] == rows
 
 
 def _seed(draws: Keys) -> int:
@@ -254,81 +227,74 @@ class DatasetReader:
     def __init__(self, modules: Mapping[str, nn.Module], given_up: Callable[[], bool], shares_process: bool) -> None:
         self.modules, self.given_up, self.shares_process = modules, given_up, shares_process
         self.datasets: dict[int, OpenedDataset] = {}
-        self.rules: LoadingRules | None = None
+        self.rules: LoadingRules
         self.ahead: dict[tuple[int, tuple[int, ...]], LoadingBeside] = {}
         self.loading = False
         self.whole: set[int] = set()  # datasets of which a replica needs all rows of a mini-batch to know its own
 
     def add(self, body: AddDataset) -> DatasetSeen:
-        """Take a dataset, and say what it is like."""
+        """Take a dataset, and say what it is like, if it is made here."""
         for number in body.gone:
             self.datasets.pop(number, None)
-        if body.rules is not None:
-            self.rules = unpickle(body.rules)
-        given = body.dataset
+        self.rules, given = unpickle(body.rules), body.dataset
         if isinstance(given, str):
             dataset = _made(given)
-        elif isinstance(given, Mapping):
-            dataset = {key: unpickle(each) for key, each in given.items()}
         else:
-            dataset = unpickle(given)
-        self.datasets[body.number] = opened = OpenedDataset.of(body, dataset, self.shares_process)
-        return opened.seen(dataset, body.sample) if isinstance(given, str) else DatasetSeen()
+            dataset = {k: unpickle(v) for k, v in given.items()} if isinstance(given, Mapping) else unpickle(given)
+        self.datasets[body.number] = opened = OpenedDataset.of(body, dataset, self.shares_process, self._goes_on)
+        if not isinstance(given, str):
+            return DatasetSeen()
+        rows = len(dataset) if hasattr(dataset, "__len__") else None
+        sample = replace(opened, parts={None: dataset}, keys=(None,)).load(body.sample, ())
+        row = f"whose row {body.sample[0]!r} has the digest {_digest(sample)}"
+        return DatasetSeen(rows, f"it is a {type(dataset).__qualname__} of {rows} rows, {row}")
 
-    def load(self, division: DivisionOfColumns, trains: bool, needs_all: bool = True) -> tuple[Division, Division]:
-        """The mini-batch with what is loaded in its place, divided as if it had been given: this worker's share, and all of it.
+    def load(self, division: Division, trains: bool, weighs: bool = False) -> tuple[Division, tuple[float, ...] | None]:
+        """The mini-batch with what is loaded in its place, divided as if it had been given: this worker's share.
 
-        Of what was given, both have the share; without ``needs_all``, of what was loaded, too, if that can be.
+        If the worker ``weighs`` the losses, also their weights, by all rows. A replica that does not weigh them loads the rows
+        of its share alone, if these can be known without the others.
         """
-        self.loading = True
+        columns = [leaf for value in division.arguments.values() for leaf in loaded_columns(value)]
+        self.loading, loaded = True, None
         try:
-            loaded, own = self._loaded(division, trains, needs_all)
+            own = not weighs and division.share is not None and self._are_by_rows(columns)
+            loaded = self._divided(division, columns, trains, division) if own else None
+            own = loaded is not None
+            loaded = loaded or self._divided(division, columns, trains, None)
         finally:
             self.loading = False
+        found: Mapping[int, Any] = loaded or {}
 
         def whole(leaf: DividedValue) -> Any:
-            return loaded.get(id(leaf), leaf)
+            return found.get(id(leaf), leaf)
 
         def share(leaf: DividedValue) -> Any:
-            cut = id(leaf) in loaded and not own
+            cut = leaf.loaded and not own
             return map_divided(lambda each: each.part(division), whole(leaf)) if cut else whole(leaf)
 
-        plain = division.plain()
-        held = replace(plain, arguments={name: map_divided(share, each) for name, each in division.arguments.items()})
-        self._check(division, held)
-        arguments = {name: map_divided(whole, each) for name, each in division.arguments.items()}
-        return held, replace(plain, arguments=arguments, share=None)
+        held = _with_arguments(division, share)
+        self._check(held)
+        if not weighs:
+            return held, None
+        rules, of_all = self.rules, replace(_with_arguments(division, whole), share=None)
+        return held, loss_weights(self.modules.get(LOSS), of_all, rules.target, rules.loss_reduction)
 
-    def _loaded(self, division: DivisionOfColumns, trains: bool, needs_all: bool) -> tuple[dict[int, Any], bool]:
-        """What is loaded for each column, by its id, and divided; and whether that is the share of this worker only."""
-        leaves = [leaf for value in division.arguments.values() for leaf in loaded_columns(value)]
-        if not needs_all and division.share is not None and self._are_by_rows(leaves):
-            found = self._divided(division, leaves, trains, division)
-            if found is not None:
-                return found, True
-        found = self._divided(division, leaves, trains, None)
-        assert found is not None
-        return found, False
-
-    def _are_by_rows(self, leaves: Sequence[LoadedColumn]) -> bool:
-        """Whether the rows of a share can be loaded without the others."""
+    def _are_by_rows(self, columns: Sequence[LoadedColumn]) -> bool:
+        """Whether the rows of a share can be loaded without the others, as far as it is known."""
         return all(
             leaf.spec is None and not leaf.counts and batch.dataset not in self.whole
-            for leaf in leaves
+            for leaf in columns
             for batch in leaf.batches
         )
 
     def _divided(
-        self,
-        division: DivisionOfColumns,
-        leaves: Sequence[LoadedColumn],
-        trains: bool,
-        share: DivisionOfColumns | None,
+        self, division: Division, columns: Sequence[LoadedColumn], trains: bool, share: Division | None
     ) -> dict[int, Any] | None:
         """What is loaded for each column, by its id, of the rows of this ``share`` alone; None if that cannot be."""
         divider = Divider(division.chunks, division.mask)
         rows, found = dict[Any, dict[Hashable, Any]](), dict[int, Any]()
-        for leaf in leaves:
+        for leaf in columns:
             for batch in leaf.batches:
                 if (batch.dataset, batch.draws) not in rows:
                     loaded = self._rows(batch, share)
@@ -347,39 +313,32 @@ class DatasetReader:
                 )
         return found
 
-    def weights(self, division: Division) -> tuple[float, ...]:
-        """The weights of the losses, by what was loaded."""
-        assert self.rules is not None
-        return loss_weights(self.modules.get(LOSS), division, self.rules.target, self.rules.loss_reduction)
-
-    def _rows(self, batch: IndexBatch, division: DivisionOfColumns | None = None) -> dict[Hashable, Any] | None:
-        """The rows of a mini-batch, or of the share of a ``division``. Those that come next begin to be loaded."""
-        dataset, indices = self.datasets[batch.dataset], _share_of(batch, division)
+    def _rows(self, batch: IndexBatch, share: Division | None) -> dict[Hashable, Any] | None:
+        """The rows of a mini-batch, or of a share of it. Those that come next begin to be loaded."""
+        dataset, indices = self.datasets[batch.dataset], _share_of(batch, share)
         begun = self.ahead.pop((batch.dataset, batch.draws), None)
-        rows: dict[Hashable, Any] | None
         if begun is not None and begun.indices == indices:
-            rows = begun.result(self._goes_on)
-        elif division is None:
-            rows = dataset.load(indices, batch.draws, self._goes_on)
+            while not wait([begun.rows], timeout=0.05).done:
+                self._goes_on()
+            rows: dict[Hashable, Any] | None = begun.rows.result()
         else:
-            rows = dataset.load_own(indices, batch.draws, self._goes_on)
+            rows = dataset.load(indices, batch.draws, alone=share is not None)
         if rows is None:
             return None
         wanted = {(each.dataset, each.draws): each for each in batch.ahead}
         for key in [key for key in self.ahead if key[0] == batch.dataset and key not in wanted]:
-            self.ahead.pop(key).end()
+            self.ahead.pop(key).ended = True
         for key, each in wanted.items():
             if key not in self.ahead:
-                self.ahead[key] = LoadingBeside(dataset, _share_of(each, division))
+                self.ahead[key] = LoadingBeside(dataset, _share_of(each, share))
         return rows
 
     def _goes_on(self) -> None:
         if self.given_up():
             raise Interrupted
 
-    def _check(self, division: DivisionOfColumns, loaded: Division) -> None:
-        """Raise if what was loaded is not as the Pipe needs it."""
-        assert self.rules is not None
+    def _check(self, loaded: Division) -> None:
+        """Raise if what was loaded is not as the Pipe needs it. What the Pipe was traced for is checked where all of it is."""
         guards = self.rules.guards
         users = {user: name for user, name in loaded.names.items() if name in loaded.arguments}
         faults = [
@@ -390,25 +349,24 @@ class DatasetReader:
         ]
         if faults:
             raise InputError("\n".join(faults))
-        if division.checks_guards:
-            for chunk in _one_of_each_size(loaded):
+        if guards.are_of_rows and all(name in users for name in guards.checked_names if name in loaded.names):
+            of_each_size = {loaded.sizes and loaded.rows_of(chunk): chunk for chunk in loaded.held}
+            for chunk in of_each_size.values():
                 guards.check(
                     {user: loaded.take(name, chunk) for user, name in users.items() if name != self.rules.target}
                 )
 
 
-def _one_of_each_size(division: Division) -> Iterable[int]:
-    """Micro-batches that are held."""
-    return {division.sizes and division.rows_of(each): each for each in division.held}.values()
+def _with_arguments(division: Division, function: Callable[[DividedValue], Any]) -> Division:
+    return replace(division, arguments={name: map_divided(function, each) for name, each in division.arguments.items()})
 
 
-def _share_of(batch: IndexBatch, division: DivisionOfColumns | None) -> Sequence[Any]:
-    """The indices of the micro-batches that are held, of a mini-batch that is divided as this one; without one, all."""
-    if division is None:
+def _share_of(batch: IndexBatch, share: Division | None) -> Sequence[Any]:
+    """The indices of the micro-batches that a share holds, of a mini-batch that is divided as this one; without one, all."""
+    if share is None:
         return batch.indices
-    size, larger = divmod(len(batch), division.chunks)
-    start, stop = (each * size + min(each, larger) for each in (division.held.start, division.held.stop))
-    return batch.indices[start:stop]
+    sizes, held = even_sizes(len(batch), share.chunks), share.held
+    return batch.indices[sum(sizes[: held.start]) : sum(sizes[: held.stop])]
 
 
 def _divided(divider: Divider, leaf: LoadedColumn, values: Sequence[Any], trains: bool, asked: int) -> Any:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.compare.tolerance import wide_tensors
 from pippy.drivers.plan.language.instructions import Instruction
@@ -233,12 +232,10 @@ class DriverState:
 
     def _loaded(self, step: Step) -> Step:
         """The step with the inputs that this worker loads, and with what is known by them."""
-        given = step.inputs
-        if not isinstance(given, DivisionOfColumns):
+        if not step.inputs.loads:
             return step
-        inputs, whole = self.datasets.load(given, step.trains, given.weighs)
-        weights = self.datasets.weights(whole) if given.weighs else step.weights
-        return replace(step, inputs=inputs, weights=weights, weighed=given.weighs)
+        inputs, weights = self.datasets.load(step.inputs, step.trains, step.weighed)
+        return replace(step, inputs=inputs, weights=weights or step.weights)
 
     def _held(self, step: Step) -> list[torch.Tensor]:
         """All tensors that are there when a step begins."""

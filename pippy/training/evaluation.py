@@ -13,9 +13,9 @@ import torch
 
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.items import call_of_items
-from pippy.drivers.driver.data_iterators import evaluating, loss_alone
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
+from pippy.drivers.driver.steps.updates import evaluating, loss_alone
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import follow_training_flags

@@ -20,9 +20,8 @@ from torch import nn
 from pippy.drivers.base.errors import CheckError, DriverError, WorkerLostError
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.batch.items import call_of_items
-from pippy.drivers.driver.data_iterators import loss_alone
 from pippy.drivers.driver.driver_base import PipelineDriverBase
-from pippy.drivers.driver.steps.updates import Updates, check_trains
+from pippy.drivers.driver.steps.updates import Updates, check_trains, loss_alone
 from pippy.drivers.report.step_data import TOKEN_DTYPES
 from pippy.ir.base import source
 from pippy.ir.base.logs import is_muted, redraws

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import MicrobatchError
-from pippy.drivers.batch.columns import Column, DivisionOfColumns
+from pippy.drivers.batch.columns import Column
 from pippy.drivers.batch.divide_call import failed_guard, guarded_inputs
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import reduction_of
@@ -181,7 +181,7 @@ class FirstStep:
             reasons.append(str(error))
         whole = None
         needs_all = self._needs_all(call)
-        here = self.witness is not None and not isinstance(loaded, DivisionOfColumns)
+        here = self.witness is not None and not loaded.loads
         if here and not sets and division.is_cut and division.sizes is not None:
             try:
                 sets = self._compared_sets(WholeRows(loaded), with_padding)
@@ -208,7 +208,7 @@ class FirstStep:
 
     def _fails_for_all(self, division: Division) -> bool:
         """Whether all rows as one micro-batch fail a guard on inputs that a part of them does not fail."""
-        if not division.is_cut or division.sizes is None or isinstance(division, DivisionOfColumns):
+        if not division.is_cut or division.sizes is None or division.loads:
             return False
         return failed_guard(self.compiled, division.uncut()) is not None
 
@@ -229,7 +229,7 @@ class FirstStep:
 
     def _loaded(self, division: Division, columns: Sequence[Column], run: RunWhole) -> Division:
         """The mini-batch with the values that workers load, which both sides are given: datasets may draw random numbers."""
-        if not isinstance(division, DivisionOfColumns):
+        if not division.loads:
             return division
         try:
             return self.trials.datasets.loaded_here(division, columns, True)

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from pippy.drivers.base.errors import StepError
-from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.batch.divide_call import divide_unguarded, failed_guard
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, divided_leaves
 from pippy.drivers.driver.steps.programs import DriverPrograms
@@ -211,7 +210,7 @@ class DriverGraphs:
         try:
             division = call.division(first)
             is_sure = len(self.all) == 1 and not first.asks_in_stages and failed_guard(first.compiled, division) is None
-            if is_sure or isinstance(division, DivisionOfColumns):
+            if is_sure or division.loads:
                 return StepPlan((GraphPart(first, 0, division.chunks),), {0: division})
         except InputError:
             if call.bound is None:

@@ -59,11 +59,14 @@ def prepare(
     ``sent`` has the program of each part of the step.
     """
     plan, (flags, hooks) = call.plan, told or ({}, {})
-    first, *others = [_part(call, part, its, results, ranks, datasets) for part, its in zip(plan.parts, sent)]
+    weigher, workers = _weigher(plan.parts[0], sent[0], results, ranks), sent[0].lowered.program.placement.workers
+    first, *others = [_part(call, part, its, results, ranks, datasets, weigher) for part, its in zip(plan.parts, sent)]
     steps: dict[int, Step] = {}
-    for rank in ranks:
+    for at, rank in enumerate(ranks):
         own = first[rank]
         step = replace(message, inputs=own.inputs, weights=own.weights, flags=flags.get(rank), hooks=hooks.get(rank))
+        if at % workers == weigher:
+            step = replace(step, weighed=True)
         steps[rank] = step if own.returns is None else StepReturning(**vars(step), returns=own.returns)
     of_graphs = {part.graph.number: part.graph.flags() for part in plan.parts if part.graph.number}
     if not of_graphs:
@@ -79,15 +82,26 @@ def prepare(
 
 
 def _part(
-    call: StepCall, part: GraphPart, sent: SentProgram, results: Results, ranks: Sequence[int], datasets: SentDatasets
+    call: StepCall,
+    part: GraphPart,
+    sent: SentProgram,
+    results: Results,
+    ranks: Sequence[int],
+    datasets: SentDatasets,
+    weigher: int | None,
 ) -> Mapping[int, GraphStep]:
     """What each worker is told of the micro-batches that go by one graph."""
     placed, plan = part.graph.placed, call.plan
-    _, loss_call = placed.loss_call(sent.lowered) if results.weighs_elsewhere else (None, None)
-    weigher = None if loss_call is None else ranks.index(placed.worker_of(loss_call.call))
     inputs = plan.inputs(part, call.division if part.graph is plan.graph else None)
     divisions = datasets.divisions(inputs, sent.lowered, ranks, weigher)
     weights = results.weights[part.first : part.end] if len(plan.parts) > 1 else results.weights
     returned = values_to_return(placed.compiled, call.outputs)
     returns: Mapping[int, Any] = {} if returned is None else placed.returns(returned)
     return {rank: GraphStep(sent.number, divisions[rank], weights, returns.get(rank)) for rank in ranks}
+
+
+def _weigher(part: GraphPart, sent: SentProgram, results: Results, ranks: Sequence[int]) -> int | None:
+    """The place in a pipeline of the worker that computes the weights of the losses; None if they are known here."""
+    placed = part.graph.placed
+    _, loss_call = placed.loss_call(sent.lowered) if results.weighs_elsewhere else (None, None)
+    return None if loss_call is None else ranks.index(placed.worker_of(loss_call.call))

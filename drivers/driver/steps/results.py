@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.columns import DivisionOfColumns, loaded_columns
+from pippy.drivers.batch.columns import loaded_columns
 from pippy.drivers.batch.divide import advising
 from pippy.drivers.batch.division import Division, SameForAll
 from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
@@ -145,7 +145,7 @@ class Results:
 
     def _weighs_elsewhere(self) -> bool:
         """Whether a worker computes the weights of the losses, as it loads the inputs that they depend on."""
-        if not isinstance(self.division, DivisionOfColumns) or self.division.chunks == 1:
+        if self.division.chunks == 1:
             return False
         names = weighing_inputs(self.division, self.compiled.target_name, self.loss_reduction)
         return any(loaded_columns(self.division.arguments[name]) for name in names)

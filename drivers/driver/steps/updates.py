@@ -1,6 +1,8 @@
-"""The update of the parameters after a mini-batch: gradients are clipped, optimizers and schedulers step."""
+"""What a loop does around its steps: the update of the parameters after a mini-batch (gradients are clipped, optimizers and
+schedulers step), and evaluation mode for a while."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.ir.base.public_calls import check_amount
 from pippy.ir.base.trees import describe
+from pippy.ir.pipe import Pipe, follow_training_flags
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,27 @@ def check_trains(driver: ModelOnWorkers, what: str) -> None:
             f"{what}() is called inside of torch.no_grad() or inference_mode, where no gradients are computed; call "
             "it outside"
         )
+
+
+def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
+    """The arguments with which `run` gives the loss alone. What the model returns beside it stays on the workers."""
+    return (
+        {} if driver.compiled_pipe.loss_module is not None or driver.compiled_pipe.loss is None else {"outputs": False}
+    )
+
+
+@contextmanager
+def evaluating(pipe: Pipe) -> Iterator[None]:
+    """Put all stages in evaluation mode inside; afterwards each module has its mode of before."""
+    follow_training_flags(pipe)
+    flags = {module: module.training for module in pipe.modules()}
+    pipe.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+        follow_training_flags(pipe)
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -195,7 +195,7 @@ def test_the_loop_takes_a_loader_and_goes_on_with_it(cluster, tmp_path, accumula
         return IndexLoader(TensorDataset(x, labels), batch_size=7, shuffle=True, seed=1)
 
     order = loader()
-    epochs = [[(x[each], labels[each]) for each in (batch[0].batch.indices for batch in order)] for _ in range(4)]
+    epochs = [[(x[each], labels[each]) for each in (batch[0].batches[0].indices for batch in order)] for _ in range(4)]
 
     class Given(list):
         def __iter__(self):
@@ -239,14 +239,14 @@ def test_the_next_mini_batches_are_loaded_beside_the_steps(threads, count):
     plain = [driver.run(2, *(column[each : each + 8] for column in columns)) for each in range(0, ROWS, 8)]
     assert losses == plain
     held = [
-        worker.drivers[driver.number].datasets.datasets[loader.source.number].whole
+        worker.drivers[driver.number].datasets.datasets[loader.source.number].parts
         for worker in threads.engine.workers[:2]
     ]
-    assert [sorted(each.seen) for each in held] == [list(range(ROWS))] * 2  # each row once
+    assert [sorted(each[None].seen) for each in held] == [list(range(ROWS))] * 2  # each row once
     driver.run(2, *next(iter(loader)))
     left = ahead(driver)
     driver.run(2, *loader.batch(range(4)))
-    assert ahead(driver) == {} and all(each._ended for each in left.values())
+    assert ahead(driver) == {} and all(each.ended for each in left.values())
 
 
 class Gated(Rows):
