@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
 from pippy.drivers.base.process import keep_freed_memory
-from pippy.drivers.engines.torchrun.interfaces import link_named
+from pippy.drivers.engines.hub.interfaces import link_named
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.doors import Door, Invitation, come_in
 from pippy.drivers.wire.messages.rpc import RpcValues
@@ -64,7 +64,7 @@ def by_rpc(rank: int) -> tuple[WorkerTransport, WorkerTransport]:
 
     rpc.serve(rpc.Served(MessageQueue(), invite, lambda key, value: (alone, mixed)[key[0]].deliver(key, value)))
     os.environ["MASTER_PORT"] = str(PORTS[0])
-    rpc.join(NAMES[rank], rank, 2, "env://", "uv", LINK, 60)
+    rpc.join(NAMES[rank], rank, 2, "env://", LINK, 60)
     if rank == 0:
         invitation = unpickle(rpc.urgent(NAMES[1], pickle_message(None)).wait())
         mixed.add_far(1, come_in(invitation, rank, 60.0))

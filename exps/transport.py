@@ -80,9 +80,9 @@ def shared(rank: int, end: socket.socket) -> Keyed:
 
 def by_rpc(rank: int, store: str) -> Keyed:
     """Two processes that share no memory, as of two hosts, but over the loopback interface."""
-    transport, _ = transport_by_rpc(rank, str, "0", 5.0, far=[1 - rank])
+    transport = transport_by_rpc(rank, str, "0", 5.0, far=[1 - rank])
     rpc.serve(rpc.Served(MessageQueue(), urgent=lambda message: None, deliver=transport.deliver))
-    rpc.join(str(rank), rank, 2, f"file://{store}", "uv", "lo")
+    rpc.join(str(rank), rank, 2, f"file://{store}", "lo")
     return Keyed(rank, transport)
 
 

@@ -25,7 +25,7 @@ LAYERS = """
     drivers/wire drivers/wire/messages drivers/wire/gpu drivers/files drivers/protocol drivers/placement
     drivers/worker/halves drivers/worker/gradients drivers/worker/measure drivers/worker/data drivers/worker/state
     drivers/worker/compiled drivers/worker drivers/session drivers/count drivers/report
-    drivers/engines drivers/engines/local drivers/engines/torchrun drivers/engines/hub drivers/engines/ray
+    drivers/engines drivers/engines/local drivers/engines/hub drivers/engines/torchrun drivers/engines/ray
     drivers/engines/joined drivers/engines/open_cluster
     drivers/choice drivers/model/optimizers drivers/model/state drivers/model/recovery drivers/model drivers/generation
     drivers/driver/data drivers/driver/steps drivers/driver/check drivers/driver drivers

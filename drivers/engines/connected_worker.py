@@ -1,8 +1,8 @@
-"""A worker of another process than the controller: its connections with that, and with other workers.
+"""A worker: its connections with the controller, and with other workers.
 
-It has two connections with the controller: for the messages that its main thread takes, and for urgent ones. With each worker
-that it passes values to or takes them from it gets another one, when the controller says so. All of these use memory that both
-processes see, where there is any, and else TCP.
+It has two connections with the controller of another process: for the messages that its main thread takes, and for urgent ones.
+With each worker that it passes values to or takes them from it gets another one, when the controller says so. All of these use
+memory that both processes see, where there is any, and else TCP.
 """
 
 import importlib
@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.protocol.commands import ComeIn, Connect
+from pippy.drivers.protocol.commands import GIVE_UP_ALL, ComeIn, Connect
 from pippy.drivers.wire.gpu.device_transport import for_device
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
 from pippy.drivers.wire.messages.handed_sockets import hand_over, take_over
 from pippy.drivers.wire.messages.sockets import break_when_silent
 from pippy.drivers.wire.messages.worker_messages import (
+    Ended,
     MessageQueue,
     MessageStream,
     UrgentConnection,
@@ -68,21 +69,13 @@ class RunSettings:
 class Peers:
     """Gets worker ``index`` its connections with others: of two, one opens a door, and the other comes in there.
 
-    Those that share no memory with it reach it at ``address``; if there is none, they do without. The connections are for the
-    ``carrier`` of values. ``probes`` says when one of TCP is broken: see `break_when_silent`.
+    Those that share no memory with it reach it at ``address``. The connections are for the ``carrier`` of values.
     """
 
     def __init__(
-        self,
-        index: int,
-        names: Sequence[str],
-        address: str | None,
-        timeout: float,
-        carrier: WorkerTransport,
-        probes: Sequence[float] | None = None,
+        self, index: int, names: Sequence[str], address: str, timeout: float, carrier: WorkerTransport
     ) -> None:
         self.index, self.names, self.address, self.timeout, self.carrier = index, names, address, timeout, carrier
-        self.probes = [timeout] if probes is None else probes
 
     def answer(self, message: Connect | ComeIn) -> Invitation | None:
         """Let another worker in, or go to its door."""
@@ -90,7 +83,7 @@ class Peers:
             self._come_in(message.host, message.invitation)
             return None
         address = THIS_HOST if message.near else self.address
-        return None if address is None else Door(address, [message.other], self._meet, self.timeout).invitation
+        return Door(address, [message.other], self._meet, self.timeout).invitation
 
     def _come_in(self, host: int, invitation: Invitation) -> None:
         try:
@@ -122,37 +115,43 @@ class Peers:
             self.carrier.add_near(guest, here)
 
     def _use_far(self, peer: int, end: socket.socket) -> None:
-        break_when_silent(end, *self.probes)
+        break_when_silent(end, self.timeout)
         self.carrier.add_far(peer, end)
 
 
 class ConnectedWorker:
     """Worker ``index``. `start` makes it, and lets it be reached; then ``run`` runs the commands that come.
 
-    Workers with which it shares no memory reach it at ``address``. ``end`` is called when the controller is gone.
+    Workers with which it shares no memory reach it at ``address``. ``broke`` is called when the controller is gone. ``carry``
+    makes what carries its values.
     """
 
     def __init__(
         self,
         index: int,
-        address: str | None,
+        address: str,
         settings: RunSettings,
-        end: Callable[[], object] = lambda: None,
+        broke: Callable[[], object] = lambda: None,
+        carry: Callable[..., WorkerTransport] = WorkerTransport,
     ) -> None:
-        self.index, self.address, self.settings, self._end = index, address, settings, end
+        self.index, self.address, self.settings, self._end, self._carry = index, address, settings, broke, carry
+        self.queue = MessageQueue()
 
-    def start(self, messages: socket.socket, urgent: socket.socket) -> None:
-        """Make the worker, whose controller is at the other ends of these connections."""
-        settings, queue = self.settings, MessageQueue()
-        torch.set_num_threads(settings.threads)
-        near = messages.family == socket.AF_UNIX
-        controller = WorkerMessageConnection(messages, queue).connection if near else None
+    def start(
+        self, messages: socket.socket | None = None, urgent: socket.socket | None = None, shares_process: bool = False
+    ) -> None:
+        """Make the worker, whose controller is at the other ends of these connections, if there are any."""
+        settings, queue = self.settings, self.queue
+        near = messages is not None and messages.family == socket.AF_UNIX
+        controller = WorkerMessageConnection(messages, queue).connection if messages is not None and near else None
         pinned = settings.device != "cpu"
-        carrier = WorkerTransport(self.index, pinned=pinned, controller=controller, patience=settings.patience)
-        transport, copies = for_device(settings.device, carrier, settings.near)
+        carrier = self._carry(self.index, pinned=pinned, controller=controller, patience=settings.patience)
+        self.transport, copies = for_device(settings.device, carrier, settings.near)
         self.peers = Peers(self.index, settings.names, self.address, settings.timeout, carrier)
-        place = self.index, settings.names, queue, transport, settings.device, settings.threads
-        self.worker = load(settings.worker)(WorkerContext(*place, copies=copies, log_level=settings.log_level))
+        place = self.index, settings.names, queue, self.transport, settings.device, settings.threads
+        self.worker = load(settings.worker)(WorkerContext(*place, shares_process, copies, settings.log_level))
+        if messages is None or urgent is None:
+            return
         if near:
             UrgentConnection(urgent, self.urgent, self._end).start()
         else:
@@ -162,8 +161,16 @@ class ConnectedWorker:
             )
 
     def run(self) -> None:
-        """Run the commands that come, until this process ends."""
-        self.worker.run()
+        """Run the commands that come, until `end`, or until this process ends."""
+        torch.set_num_threads(self.settings.threads)  # torch has this setting for each thread
+        with suppress(Ended):
+            self.worker.run()
+        self.transport.close()
+
+    def end(self) -> None:
+        """Give up the current command, and let ``run`` return. From any thread."""
+        self.worker.urgent(GIVE_UP_ALL)
+        self.queue.end()
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""

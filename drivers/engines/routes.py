@@ -18,9 +18,8 @@ class Routes:
     """The workers, in groups of which each shares memory; between two groups values go by TCP.
 
     ``hosts`` has the name of each worker's host, and ``machines`` a text for each worker that is equal for those of one host,
-    where names may not tell them apart. ``reasons`` says why a worker shares no memory with others of its host.
-    ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
-    on GPUs, as far as that was tried; and where they do not, the reason.
+    where names may not tell them apart. ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from
+    which worker to which values stay on GPUs, as far as that was tried; and where they do not, the reason.
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
     >>> routes.between(0, 1), routes.between(1, 2), routes.between(2, 2)
@@ -38,7 +37,6 @@ class Routes:
     names: tuple[str, ...]
     hosts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
-    reasons: Mapping[int, str] = field(default_factory=dict)
     only_rpc: bool = False
     devices: tuple[str, ...] = ()
     on_devices: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -88,7 +86,7 @@ class Routes:
 
     @property
     def far(self) -> str:
-        """How values go between two groups. Where a port cannot be reached they go by RPC, too.
+        """How values go between two groups.
 
         >>> Routes(("a", "b"), ("node1", "node1"), ((0,), (1,)), only_rpc=True).far
         'RPC'
@@ -111,7 +109,4 @@ class Routes:
 
     def _line(self, group: Sequence[int]) -> str:
         who = f"{', '.join(self.names[worker] for worker in group)} on {self.hosts[group[0]]}"
-        if len(group) > 1:
-            return f"{who}: shared memory"
-        why = self.reasons.get(group[0])
-        return f"{who}, which shares no memory with others there: {why}" if why else who
+        return f"{who}: shared memory" if len(group) > 1 else who

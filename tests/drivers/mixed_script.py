@@ -1,29 +1,24 @@
 """A script for torchrun on one machine whose ranks take themselves for those of several hosts, as HOSTS names them.
 
 It trains on a cluster in which some workers share memory and some do not; steps fail; at the end a worker is killed. Every
-rank says what it sends by RPC, when it does so first: the kind of call, and the process that is called; and with whom it has
-a connection of TCP. Nobody gets through to the ports that rank 3 opens for connections, as behind a firewall.
+rank says with whom it has a connection of TCP. None uses RPC.
 """
 
 import copy
 import os
 import signal
-import socket
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import rpc
 from torch.nn import functional as F
 
 import pippy
 from exps.tried_models.residual_streams import AttentionResiduals
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
-from pippy.drivers.engines.connected_worker import Peers
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.protocol.commands import Connect
-from pippy.drivers.wire.messages import doors, rpc
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.failing_model import (
@@ -38,24 +33,11 @@ from tests.drivers.failing_model import (
     trapped_pipe,
 )
 from tests.drivers.processes import listening, stop, until, within
-from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY, let_nothing_in
+from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
 from tests.drivers.thread_cluster import thread_cluster
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"]  # one of each placement; the last begins at both ends
-called: set[tuple[str, str]] = set()
-
-
-def tell(kind):
-    """Print whom a function of RPC calls."""
-    inner = getattr(rpc, kind)
-
-    def told(to, *arguments):
-        if (kind, to) not in called:
-            called.add((kind, to))
-            print(f"RPC {os.environ['RANK']} {kind} {to}\n", end="", flush=True)  # at once: threads print, too
-        return inner(to, *arguments)
-
-    setattr(rpc, kind, told)
+called: set[int] = set()
 
 
 def gradients_of(cluster, schedule, plain):
@@ -147,8 +129,8 @@ def tell_of_posts():
         worker = next(
             worker for found in (connections._at, connections._urgent_at) for worker in found if found[worker] == at
         )
-        if ("socket", worker) not in called:
-            called.add(("socket", worker))
+        if worker not in called:
+            called.add(worker)
             print(f"socket {worker}\n", end="", flush=True)
         return inner(connections, at, number, pickled)
 
@@ -166,38 +148,8 @@ def tell_of_connections():
     WorkerTransport.add_far = told
 
 
-def close_doors():
-    """Let nothing in at the ports that this process opens for connections."""
-    inner = doors.socket_for
-
-    def closed(address):
-        end = inner(address)
-        if end.family != socket.AF_UNIX:
-            let_nothing_in(end)
-        return end
-
-    doors.socket_for = closed
-
-
-def wait_little_for_rank_1():
-    """A connection to the rank that lets nothing in is given up, there and here, after a second or two, not after ten."""
-    inner = Peers.answer
-
-    def answered(peers, message):
-        peer = message.other if isinstance(message, Connect) else message.host
-        with patch.object(peers, "timeout", 2.0 if 1 in (peers.index, peer) else peers.timeout):
-            return inner(peers, message)
-
-    Peers.answer = answered
-
-
-for kind in ("deliver", "post", "urgent"):
-    tell(kind)
 tell_of_connections()
 tell_of_posts()
-wait_little_for_rank_1()
-if os.environ["RANK"] == "1":  # of two, the lower opens the door
-    close_doors()
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
@@ -208,6 +160,7 @@ with pippy.cluster(threads=1, timeout=60.0) as cluster:
     with thread_cluster(4) as threads:
         for schedule in SCHEDULES:
             train(cluster, threads, schedule)
+    assert not rpc._is_current_rpc_agent_set()
     assert until(lambda: not listening(pids)), "the ports for connections of TCP are closed when they stand"
     with thread_cluster(4) as threads:
         hand_on(cluster, threads)

@@ -118,13 +118,13 @@ def listening(processes):
 def _listening(pid):
     own = {link[8:-1] for link in links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:[")}
     # Where a row has the inode, and what it has while others can connect: TCP's state LISTEN, a UDP socket that is bound to a
-    # port, SO_ACCEPTCON among the flags of a unix socket, or a name, to which datagrams can be sent.
+    # port, SO_ACCEPTCON among the flags of a unix socket, or the name of one of datagrams, which can be sent there.
     for table, inode, is_open in (
         ("tcp", 9, lambda row: row[3] == "0A"),
         ("tcp6", 9, lambda row: row[3] == "0A"),
         ("udp", 9, lambda row: True),
         ("udp6", 9, lambda row: True),
-        ("unix", 6, lambda row: int(row[3], 16) & 0x10000 or len(row) > 7),
+        ("unix", 6, lambda row: int(row[3], 16) & 0x10000 or (row[4] == "0002" and len(row) > 7)),
     ):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             row = line.split()

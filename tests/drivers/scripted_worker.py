@@ -45,6 +45,9 @@ class Worker:
             return None
         return self.now if isinstance(message, Dump) else self.do(*message)
 
+    def doing(self) -> str:
+        return self.now
+
     def do(self, name: str, *arguments: Any) -> Any:
         return getattr(self, name)(*arguments)
 

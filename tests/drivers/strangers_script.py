@@ -1,4 +1,4 @@
-"""A script for torchrun on one machine whose ranks are of two hosts, as HOSTS names them: steps, when they are asked for.
+"""A script for torchrun whose ranks pass all commands and values by RPC: steps, when they are asked for.
 
 Rank 0 waits before it connects all ranks, so that strangers can come while they listen.
 """
@@ -40,11 +40,10 @@ def step(driver, plain):
 
 
 rpc.close_ports = wait_first(rpc.close_ports)
-os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 print(f"rank {os.environ['RANK']} is {os.getpid()}\n", end="", flush=True)  # at once: all ranks print
-with pippy.cluster(threads=1) as cluster:
+with pippy.cluster(threads=1, transport="rpc") as cluster:
     print("open", cluster.routes.far, flush=True)
     model = Chain(len(cluster))
     driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), F.mse_loss), cluster)

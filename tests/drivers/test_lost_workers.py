@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from exps.injected.gentle import gentle
 from exps.injected.training import Training as TrainingOfFaults
 from pippy.drivers.base.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.wire.messages.rpc import RpcValues
+from pippy.drivers.wire.messages import rpc
 from tests.drivers.failing_model import (
     ASLEEP,
     BUSY,
@@ -263,43 +264,33 @@ def test_what_is_lost_between_two_workers(how, timeout):
         assert lines.splitlines()[-1:] == ["lost"], errors
 
 
-class Watched:
-    """Values that are said to be on their way, and what is said of peers that were lost."""
+@pytest.mark.parametrize(
+    "late, told", [(-1, "the connection broke: eof"), (0.5, "taken up a value of 1,04"), (2.5, None)]
+)
+def test_a_value_that_nobody_takes_up_is_a_lost_peer(monkeypatch, late, told):
+    """A connection that is cut without a word, as by a cable: TCP itself would try on for a quarter of an hour.
 
-    def __init__(self):
-        self.lost, self.was_lost = [], threading.Event()
-        self.values = RpcValues(str, self.note, seconds=0.1)
+    Where the call fails much too late this process was stopped, and the others may have been, too.
+    """
+    calls, now, lost = [], [100.0], []
 
-    def note(self, peer, how):
-        self.lost.append((peer, how))
-        self.was_lost.set()
-
-    def sent(self, peer, size=8):
-        future = torch.futures.Future()
-        self.values.watch(peer, size, future)
+    def rpc_async(to, function, args, timeout):
+        calls.append((to, timeout, future := torch.futures.Future()))
         return future
 
-
-def test_a_value_that_nobody_takes_up_is_a_lost_peer():
-    """A connection that is cut without a word, as by a cable: TCP itself would try on for a quarter of an hour."""
-    watched = Watched()
-    watched.sent(1).set_result(None)
-    slow, stuck = watched.sent(2, size=1 << 30), watched.sent(3)
-    with within(1.0):
-        assert watched.was_lost.wait(10)
-    assert watched.lost == [(3, "it has not taken up a value of 8 bytes within 0.1 s")]
-    stuck.set_exception(RuntimeError("too late"))
-    assert len(watched.lost) == 1
-    slow.set_exception(RuntimeError("eof\nC++ traceback"))
-    assert watched.lost[1:] == [(2, "the connection broke: eof")]
-
-
-def test_connections_that_break_at_the_end_are_no_loss():
-    watched = Watched()
-    future = watched.sent(1)
-    watched.values.end()
-    future.set_exception(RuntimeError("eof"))
-    assert not watched.lost
+    monkeypatch.setattr(rpc.rpc, "rpc_async", rpc_async)
+    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    values = rpc.RpcValues(str, lambda peer, how: lost.append((peer, how)), seconds=3.0)
+    for peer in (1, 2, 2):
+        values.post(peer, (0, 0, 0), torch.zeros(1 << 20, dtype=torch.uint8))
+    (_, first, taken), (_, second, stuck), (to, third, behind) = calls
+    assert to == "2" and (first, second, third) == pytest.approx((4.0, 4.0, 5.0), abs=0.01)
+    taken.set_result(None)
+    now[0] += second + late
+    stuck.set_exception(RuntimeError("eof\nC++ traceback"))
+    behind.set_exception(RuntimeError("eof"))
+    assert [peer for peer, _ in lost] == ([2] if told else [])
+    assert not told or re.search(told, lost[0][1])
 
 
 # A few faults of the campaign in exps/faults.py on one cluster: each is noticed, and what follows is right.

@@ -20,12 +20,11 @@ from pippy.drivers.engines.arguments import worker_names
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.engines.torchrun.torchrun import ControllerMessages
 from pippy.drivers.protocol.commands import GIVE_UP_ALL
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.gpu.copies import Accelerator, DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.messages.controller_messages import OwnMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections, OwnMessages
 from pippy.drivers.wire.messages.worker_messages import Ended, MessageQueue
 from pippy.drivers.wire.worker_transport import in_process
 from pippy.drivers.worker import handlers
@@ -63,7 +62,7 @@ class ThreadEngine:
         ]
         self.workers = [worker(context) for context in self.contexts]
         messages = [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
-        self.messages = ControllerMessages(own=dict(enumerate(messages)))
+        self.messages = ControllerConnections(own=dict(enumerate(messages)))
         self.routes = Routes.of_host(self.names, "here", self.devices)
         self._threads = [
             threading.Thread(target=_run, args=(each,), name=f"pippy {name}", daemon=True)

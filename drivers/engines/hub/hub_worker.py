@@ -5,7 +5,6 @@ that was lost. It ends when the controller says so, or is gone. Then it runs as 
 """
 
 import os
-import signal
 import socket
 import threading
 import traceback
@@ -47,8 +46,10 @@ class MemberWorker:
     """A worker that has come in, by its connection ``end`` with the controller.
 
     ``invitation`` is for its other connections. Workers of other hosts reach it at ``address``. ``say`` prints what it does.
-    ``becomes`` is called when it gets its place, and raises if it cannot be that worker.
+    ``becomes`` is called when it gets its place, and raises if it cannot be that worker. ``worker`` is there from then on.
     """
+
+    worker: ConnectedWorker | None = None
 
     def __init__(
         self,
@@ -63,10 +64,8 @@ class MemberWorker:
         if end.family != socket.AF_UNIX:
             break_when_silent(end, _SILENCE)
 
-    def run(self, place: dict[str, Any] | None = None) -> NoReturn:
-        """Say where this process is, unless that is known, and wait; then run commands, until the process ends."""
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no stage has to hear of it
+    def run(self, place: dict[str, Any] | None = None) -> None:
+        """Say where this process is, unless that is known, wait, and run commands to the end of the worker."""
         try:
             if place is not None:
                 self.lines.send(place=place)
@@ -81,25 +80,35 @@ class MemberWorker:
             text = traceback.format_exc()
             with suppress(OSError):
                 self.lines.send(failed=text[-_LONGEST:])
-            self.say(text)
+            self.tell_failure(text)
             exit_at_once(1)
 
-    def _work(self, run: dict[str, Any]) -> NoReturn:
+    def tell_failure(self, text: str) -> None:
+        """Say why the worker has ended."""
+        self.say(text)
+
+    def _work(self, run: dict[str, Any]) -> None:
         index, given = run["index"], run["settings"]
         settings = RunSettings(**given | {"names": tuple(given["names"])})
-        threading.Thread(target=self._await_end, name="pippy control", daemon=True).start()
         if self.lines.socket.family != socket.AF_UNIX:
             break_when_silent(self.lines.socket, settings.timeout)
+        self.worker = self.made_worker(index, settings)
+        threading.Thread(target=self._await_end, name="pippy control", daemon=True).start()
         self.becomes(index, settings)
-        messages, urgent = self._connections(run, settings.timeout)
+        self.start_worker(self.worker, run)
         threads = count_with_noun(settings.threads, "thread")
         self.say(
             f"is worker {settings.names[index]!r} (number {index} of {len(settings.names)}): {settings.device}, {threads}"
         )
-        worker = ConnectedWorker(index, self.address, settings, self._broke)
-        worker.start(messages, urgent)
-        worker.run()
-        raise RuntimeError("the worker has ended by itself")
+        self.worker.run()
+
+    def made_worker(self, index: int, settings: RunSettings) -> ConnectedWorker:
+        """The worker of this process."""
+        return ConnectedWorker(index, self.address, settings, self._broke)
+
+    def start_worker(self, worker: ConnectedWorker, run: dict[str, Any]) -> None:
+        """Start it, with what the controller has said of its connections."""
+        worker.start(*self._connections(run, worker.settings.timeout))
 
     def _connections(self, run: dict[str, Any], timeout: float) -> SocketPair:
         """The connections for messages: through memory that both see, or as more guests at the controller's door."""
@@ -124,18 +133,20 @@ class MemberWorker:
         except ConnectionResetError:
             said = None
         except OSError as error:
-            return {"end": f"the connection with the controller broke: {error}"}
-        return said or {"end": "the controller has ended without closing the cluster"}
+            return {"gone": f"the connection with the controller broke: {error}"}
+        return said or {"gone": "the controller has ended without closing the cluster"}
 
     def _await_end(self) -> NoReturn:
         self._end(self._read())
 
     def _end(self, said: dict[str, Any]) -> NoReturn:
-        why = said.get("end", "the controller says something else than was expected")
-        self.say(f"ends: {'the cluster was closed' if why is None else why}")
-        exit_at_once(0 if why is None else 1)
+        why = said.get("gone") or said.get("end", "the controller says something else than was expected")
+        try:
+            self.say(f"ends: {'the cluster was closed' if why is None else why}")
+        finally:  # also where there is no memory to say it
+            exit_at_once(0 if why is None else 1)
 
     def _broke(self) -> None:
         """A connection for messages has ended. The controller may be about to say why."""
         threading.Event().wait(_BROKEN)
-        self._end({"end": "the connection with the controller broke"})
+        self._end({"gone": "the connection with the controller broke"})

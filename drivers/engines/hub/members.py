@@ -29,7 +29,7 @@ from pippy.drivers.engines.arguments import polling_time
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
-from pippy.drivers.wire.messages.handed_sockets import SocketPair, shared_memory_of
+from pippy.drivers.wire.messages.handed_sockets import SocketPair, shared_memory_of, this_host
 from pippy.drivers.wire.pollable_event import PollableEvent
 
 
@@ -48,7 +48,7 @@ class WorkerPlaces:
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.messages = tuple(names), ControllerConnections()
         self.of: dict[int, dict[str, Any]] = {}
-        self.memory = shared_memory_of()
+        self.memory, self.machine = shared_memory_of(), this_host()
 
     @property
     def routes(self) -> Routes:
@@ -69,7 +69,8 @@ class WorkerPlaces:
     def address(self, worker: int) -> Address:
         """Where a worker is."""
         place = self.of[worker]
-        return Address(self.names[worker], place["host"], place["pid"], place["memory"], self.is_near(place))
+        is_here = place["machine"] == self.machine
+        return Address(self.names[worker], place["host"], place["pid"], place["memory"], is_here)
 
     def is_near(self, place: Mapping[str, Any]) -> bool:
         """Whether a worker there shares memory with this process."""
@@ -102,6 +103,7 @@ class WorkerPlaces:
 
 
 _LONGEST_LINE = 1 << 20  # bytes of a line
+_HEARS_WITHIN = 2.0  # seconds that a member has to hear that it is to end
 
 
 class ControlLines:
@@ -191,6 +193,11 @@ class Member:
         except OSError as error:
             return self.failed or f"the connection with it broke: {error}"
         return None
+
+    def tell_to_end(self, why: str | None) -> None:
+        """Tell a member to end, if it hears; None if the cluster was closed."""
+        with suppress(OSError):
+            self.tell(_HEARS_WITHIN, end=why)
 
     def tell(self, within: float, **message: Any) -> None:
         """Say something to a member. Raises OSError if it is gone, or does not hear it in so many seconds."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.engines.torchrun.interfaces import addresses, link_to
+from pippy.drivers.engines.hub.interfaces import addresses, link_to
 from pippy.ir.base.readable import brief
 
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # in no network: what leads there leads to other hosts

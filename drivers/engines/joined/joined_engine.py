@@ -88,7 +88,7 @@ class JoinedEngine(HubEngine[Member]):
         self._door.close()
         members = [*self._at.values(), *self._waiting.close()]
         for each in members:
-            _tell_to_end(each, lost)
+            each.tell_to_end(lost)
         self.messages.close()
         _end(members)
 
@@ -167,16 +167,10 @@ def _hosts(guests: Sequence[Member]) -> str:
     return f" ({said})" if said else ""
 
 
-def _tell_to_end(member: Member, why: str | None) -> None:
-    """Tell a worker to end, if it hears."""
-    with suppress(OSError):
-        member.tell(_ENDS_WITHIN, end=why)
-
-
 def _end(guests: Sequence[Member], why: str | None = None) -> None:
     """Wait until workers end that were told to; or tell lost ones why. One of this host that does not end is killed."""
     for each in guests if why is not None else ():
-        _tell_to_end(each, why)
+        each.tell_to_end(why)
     until = time.monotonic() + (_ENDS_WITHIN if why is None else _LOST_ENDS_WITHIN)
     own = shared_memory_of()
     for each in guests:

@@ -4,6 +4,7 @@ It imports what a worker needs, and goes to the controller's door. From then on 
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -39,8 +40,11 @@ def join_cluster(
     keep_freed_memory()
     load(WORKER)
     end, invitation = _come_in(host, port, secret, until)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no stage has to hear of it
     member = MemberWorker(end, invitation, end.getsockname()[0], _say)
     member.run({**place_of_this_process(), "device": device, "threads": threads})
+    raise RuntimeError("the worker has ended by itself")
 
 
 def _secret_in(path: str | os.PathLike[str], until: float) -> bytes:

@@ -247,9 +247,10 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
 def run_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
     """Make a worker, let it be reached, and run it."""
     from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
+    from pippy.drivers.wire.messages.doors import THIS_HOST
 
     given = config.worker, config.names, config.devices[index], config.threads, config.timeout, config.patience
-    running = ConnectedWorker(index, None, RunSettings(*given, config.log_level, tuple(config.near(index))))
+    running = ConnectedWorker(index, THIS_HOST, RunSettings(*given, config.log_level, tuple(config.near(index))))
     messages, urgent = (socket.socket(fileno=each) for each in config.sockets)
     running.start(messages, urgent)
     report(controller, Ready(index, os.getpid(), config.start))

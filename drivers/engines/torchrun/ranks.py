@@ -1,28 +1,39 @@
-"""The ranks that torchrun has started: which one this process is, the board on which they write, and what must be the same on
-all.
+"""The ranks that torchrun has started: which one this process is, what must be the same on all, and how they find rank 0.
 
-The board is torchrun's store: on it a rank writes for the others while a cluster starts. All ranks write what must be the same,
-so that all refuse, and name the rank that differs. Versions differ if one host alone was updated, files if the script was
-edited on one host alone. Stages are sent as they are on rank 0, but the modules that they import are read where they run: other
-files would give other numbers.
+They write on a board, torchrun's store:
+
+    each rank   its place, and its terms: versions, arguments of `cluster`, digests of the script's files
+    rank 0      compares them, and opens a door (doors.py): the invitation, or why the ranks cannot work together
+    the others  whether they have come in, or why not; from then on nobody needs the store
+
+Versions differ if one host alone was updated, files if the script was edited on one host alone. Stages are sent as they are on
+rank 0, but the modules that they import are read where they run: other files would give other numbers.
 """
 
 import json
 import os
+import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.base.versions import digest_of, digests_of_files, versions
-
-CONTROLLER = "controller"  # its name for RPC
+from pippy.drivers.base.versions import digests_of_files, versions
+from pippy.drivers.engines.hub.interfaces import (
+    LOOPBACK,
+    NetworkInterface,
+    addresses,
+    interface_from_environment,
+    link_named,
+    link_to,
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,8 @@ class RankInfo:
     """The rank of this process, of those that torchrun has started. Rank 0 is the controller, and hosts worker 0 or none.
 
     >>> rank_info = RankInfo(rank=2, world_size=3, local_rank=2, local_world_size=3, controller_hosts=False)
-    >>> rank_info.index, rank_info.workers, rank_info.rpc_name(rank_info.index)
-    (1, 2, 'worker1')
+    >>> rank_info.index, rank_info.workers
+    (1, 2)
     """
 
     rank: int
@@ -62,21 +73,11 @@ class RankInfo:
         """The number of the worker in this process; -1 if there is none."""
         return self.rank - (not self.controller_hosts)
 
-    def rank_of(self, worker: int) -> int:
-        """The rank that hosts a worker."""
-        return worker + (not self.controller_hosts)
-
-    def worker_of(self, rank: int) -> int:
-        """The worker that a rank hosts; -1 if it hosts none."""
-        return rank - (not self.controller_hosts)
-
-    def rpc_name(self, worker: int) -> str:
-        """The name for RPC of the process that hosts a worker."""
-        return f"worker{worker}" if self.rank_of(worker) else CONTROLLER
-
 
 class RankBoard:
-    """The board of a ``rank``. A read waits for the others, for ``timeout`` seconds.
+    """The board of a ``rank``, at a store. A read waits for the others, for ``timeout`` seconds.
+
+    ``number`` counts earlier starts of the ranks at the store: what they have written must not be read again.
 
     >>> from torch.distributed import HashStore
     >>> store = HashStore()
@@ -86,8 +87,9 @@ class RankBoard:
     [['node1', 4711]]
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float) -> None:
-        self.store, self.rank, self.timeout = store, rank, timeout
+    def __init__(self, root: Store, rank: int, timeout: float, number: int = 0) -> None:
+        self.root, self.rank, self.timeout, self.number = root, rank, timeout, number
+        self.store = PrefixStore(f"pippy {number}", root)
 
     def write(self, what: str, value: Any) -> None:
         """Write a value that JSON knows, once."""
@@ -110,9 +112,9 @@ class RankBoard:
 
     def _wait(self, keys: list[str]) -> None:
         """Wait on another thread, as Ctrl-C cannot interrupt torch while it waits."""
-        beside(lambda: self.store.wait(keys, timedelta(seconds=self.timeout)), "pippy meeting").result()
+        beside(lambda: self.store.wait(keys, timedelta(seconds=self.timeout)), "pippy board").result()
 
-    def _call(self, call: Any) -> Any:
+    def _call(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (RuntimeError, OSError) as error:
@@ -121,16 +123,65 @@ class RankBoard:
             raise ClusterError(f"rank {self.rank} cannot reach torchrun's store: {error}") from error
 
 
-_FILES = "files"
+# Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it.
+_open_stores: list[Store] = []
 
 
-def terms_of_rank(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same in this process as in the others: versions, and these arguments of `cluster`.
+def board_of(rank_info: RankInfo, timeout: float) -> RankBoard:
+    """The board of this rank, at torchrun's store."""
+    try:
+        given = "env://", rank_info.rank, rank_info.world_size
+        store = next(rendezvous(*given, timeout=timedelta(seconds=timeout)))[0]
+        _open_stores.append(store)
+        return RankBoard(store, rank_info.rank, timeout, _number_of_start(store, rank_info))
+    except (RuntimeError, OSError) as error:
+        raise ClusterError(_no_store(rank_info, error)) from error
 
-    >>> list(terms_of_rank({"transport": None}))
-    ['Python', 'torch', 'pippy', 'transport']
+
+def _no_store(rank_info: RankInfo, error: Exception) -> str:
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    try:
+        known = ", ".join(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(address, None)))
+        means = "" if known == address else f", which is {known} here"
+    except OSError as unknown:
+        means = f", and this host does not know that name: {unknown}"
+    return (
+        f"rank {rank_info.rank} on {socket.gethostname()} cannot reach torchrun's store at port {port} of {address}{means}; "
+        f"give torchrun an address by which every host reaches the first: --master-addr ADDRESS, or, with --rdzv-backend c10d, "
+        f"--local-addr ADDRESS on that host. The first line of the error: {str(error).strip().splitlines()[0]}"
+    )
+
+
+def _number_of_start(store: Store, rank_info: RankInfo) -> int:
+    """The number of earlier starts of the ranks at a store."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(rank_info.world_size):  # one agent of torchrun, which counts restarts
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(store.add(f"pippy starts of rank {rank_info.rank}", 1)) - 1
+
+
+def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
+    """The interface of this host that leads to rank 0; loopback if all ranks are on one host.
+
+    The text says what is wrong with an interface that the environment names.
     """
-    return {**versions(), **{name: repr(value) for name, value in arguments.items()}}
+    if rank_info.one_host:
+        return link_named(LOOPBACK), ""
+    if (named := interface_from_environment()) is None:
+        return link_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ""
+    variable, name = named
+    link = link_named(name)
+    has = ", ".join(dict.fromkeys(each for each, _ in addresses()))
+    wrong = f"{variable} is {name!r}, and the interfaces here that have an address are {has}"
+    return link, "" if link.address else wrong
+
+
+def write_terms(board: RankBoard, rank_info: RankInfo, place: Mapping[str, Any], **arguments: Any) -> None:
+    """Write where this rank is, and what must be the same in it as in the others, with these arguments of `cluster`."""
+    link, trouble = link_of_rank(rank_info)
+    terms = {**versions(), **{name: repr(value) for name, value in arguments.items()}}
+    address = link.address if link.leaves else None
+    found = {"place": place, "terms": terms, "files": script_files(), "address": address, "trouble": trouble}
+    board.write("terms", found)
 
 
 def script_files() -> dict[str, str]:
@@ -145,43 +196,29 @@ def script_files() -> dict[str, str]:
     return {str(path.relative_to(folder)): text for path, text in digests.items()}
 
 
-def check_terms(board: RankBoard, terms: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
-    """Raise, on all ranks, if what one has found is not what rank 0 has. ``hosts`` are the names of their hosts."""
-    wrong = [
-        each
-        for name in terms[0]
-        if (each := _difference(name, [rank_terms.get(name, "none") for rank_terms in terms], hosts))
-    ]
-    differ_in = [name for name in versions() if any(rank_terms.get(name) != terms[0][name] for rank_terms in terms)]
+def check_terms(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if what one rank has written is not what rank 0 has."""
+    hosts = [each["place"]["host"] for each in ranks]
+    if troubles := [
+        f"rank {rank} on {hosts[rank]}: {why}" for rank, each in enumerate(ranks) if (why := each["trouble"])
+    ]:
+        raise ClusterError("the ranks cannot connect with each other:\n  " + "\n  ".join(troubles))
+    terms = [each["terms"] for each in ranks]
+    wrong = {name: each for name in terms[0] if (each := _difference(name, [its.get(name) for its in terms], hosts))}
     if wrong:
-        raise ClusterError(
-            "these ranks cannot work together:\n  "
-            + "\n  ".join(wrong)
-            + ("\ninstall the same versions on each host" if differ_in else "\ngive cluster() the same on each host")
-        )
-    files = board.read("digest of files", range(len(terms)))
-    if differ := [rank for rank, digest in enumerate(files) if digest != files[0]]:
-        _check_files(board, [0, *dict(zip((files[rank] for rank in differ), differ)).values()], hosts)
-
-
-def write_files(board: RankBoard) -> None:
-    """Write what `check_terms` compares of this rank's files: the others read it if it is not the same in all."""
-    found = script_files()
-    board.write(_FILES, found)
-    board.write("digest of files", digest_of(found))
-
-
-def _check_files(board: RankBoard, ranks: Sequence[int], hosts: Sequence[str]) -> None:
-    first, *others = board.read(_FILES, ranks)
-    for rank, digests in zip(ranks[1:], others):
-        if names := [name for name in first if name in digests and first[name] != digests[name]]:
+        same = "install the same versions" if versions().keys() & wrong.keys() else "give cluster() the same"
+        lines = "\n  ".join(wrong.values())
+        raise ClusterError(f"these ranks cannot work together:\n  {lines}\n{same} on each host")
+    first = ranks[0]["files"]
+    for rank, files in enumerate(each["files"] for each in ranks):
+        if names := [name for name in first if files.get(name, first[name]) != first[name]]:
             raise ClusterError(
                 f"{', '.join(sorted(names))} on {hosts[rank]} (rank {rank}) differs from that on {hosts[0]} (rank "
                 "0), so stages would run different code; copy the script and its modules to each host"
             )
 
 
-def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
+def _difference(name: str, values: Sequence[str | None], hosts: Sequence[str]) -> str:
     if len(set(values)) == 1:
         return ""
     parts = []

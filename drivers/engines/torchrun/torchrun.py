@@ -3,27 +3,22 @@
     torchrun ─▶ rank 0: the script; by default, worker 0 on a thread of its own
              ─▶ rank 1, 2, …: a worker, from the call of `cluster` to the controller's end; then the script ends there
 
-All ranks write their host and process into torchrun's store, and wait there for each other. Those of one host get sockets to
-one another (meeting.py); values between them go through shared memory. Then RPC connects all.
-
-The processes run already: the engine joins them, and tells them to leave.
+The others are members of a hub (hub_engine.py): torchrun's store carries the invitation to the door of rank 0 (ranks.py), which
+closes behind the last of them. The processes run already: the engine tells them which workers they are, and when to leave.
+With ``transport="rpc"`` they join RPC besides, and commands and values go by that.
 """
 
-import os
-import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.futures import Future
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import keep_freed_memory
-from pippy.drivers.base.sign_process import FarSigns
 from pippy.drivers.engines.arguments import (
     check_choice,
     check_devices,
@@ -34,145 +29,217 @@ from pippy.drivers.engines.arguments import (
     worker_names,
 )
 from pippy.drivers.engines.cluster import Cluster, check_none_open, opened
-from pippy.drivers.engines.routes import on_devices
-from pippy.drivers.engines.torchrun.interfaces import link_of_rank
-from pippy.drivers.engines.torchrun.meeting import Meeting, meet
-from pippy.drivers.engines.torchrun.ranks import CONTROLLER, RankInfo
-from pippy.drivers.engines.torchrun.torchrun_worker import Leave, TorchrunWorker
+from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
+from pippy.drivers.engines.hub.hub_engine import HubEngine, next_of
+from pippy.drivers.engines.hub.hub_worker import place_of_this_process
+from pippy.drivers.engines.hub.interfaces import interface_from_environment, link_to
+from pippy.drivers.engines.hub.members import Member, await_any
+from pippy.drivers.engines.local.local_cluster import WORKER
+from pippy.drivers.engines.routes import Routes, on_devices
+from pippy.drivers.engines.torchrun.rank_worker import carry_by_rpc, join_by_rpc, work
+from pippy.drivers.engines.torchrun.ranks import (
+    RankBoard,
+    RankInfo,
+    board_of,
+    check_terms,
+    link_of_rank,
+    write_terms,
+)
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections, OwnMessages
-from pippy.drivers.wire.pickling import Pickled, pickle_message
-from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.wire.messages.controller_messages import OwnMessages
+from pippy.drivers.wire.messages.doors import THIS_HOST
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.ir.base.readable import brief
-from pippy.ir.base.source import warn
+
+_LEAVE_WITHIN = 1.0  # seconds that rank 0 waits for the others to leave
+_JOINS_WITHIN = 1.0  # and for the thread of its own worker
 
 
-class ControllerMessages:
-    """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
+@dataclass(frozen=True)
+class RanksLaunch:
+    """What the cluster is to have. ``transport`` is that of `cluster`.
 
-    With ``far`` those get connections, too. ``own`` has the workers of this process.
-
-    >>> ControllerMessages(["a", "b", "c"], near=[0], far=True).connect(1, 2), ControllerMessages(["a", "b"]).connect(0, 1)
-    (1, None)
+    >>> RanksLaunch("package.module:Class", ("a", "b"), None, 5.0, None).names
+    ('a', 'b')
     """
 
-    def __init__(
-        self,
-        names: Sequence[str] = (),
-        near: Collection[int] = (),
-        connections: ControllerConnections | None = None,
-        far: bool = False,
-        own: Mapping[int, OwnMessages] = {},
-    ) -> None:
-        self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
-        self.far, self.own = far, own
-
-    @property
-    def signs(self) -> FarSigns:
-        """What is said of the processes of other hosts."""
-        return self.connections.signs
-
-    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
-        """Put a message into a worker's queue; the future has its answer."""
-        if worker in self.own:
-            return self.own[worker].post(number, pickled)
-        if worker in self.near:
-            return self.connections.post(worker, number, pickled)
-        return rpc.post(self.names[worker], number, pickled)
-
-    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
-        """Send a message that is answered even while the worker computes."""
-        if worker in self.own:
-            return self.own[worker].urgent(pickled)
-        if worker in self.near:
-            return self.connections.urgent(worker, pickled)
-        return rpc.urgent(self.names[worker], pickled)
-
-    def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. If a worker is to let the other one in, return it."""
-        if one in self.near and other in self.near:
-            return self.connections.connect(one, other)
-        return one if self.far else None
-
-    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
-        """Sleep until an answer comes over a connection, or the event is set, or the time is up."""
-        self.connections.wait(wakeup, timeout)
+    worker: str
+    names: tuple[str, ...]
+    transport: str | None
+    timeout: float
+    patience: float | None
+    spares: int = 0  # there are none
 
 
-class TorchrunEngine:
-    """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave.
+class TorchrunEngine(HubEngine[Member]):
+    """The workers of the ranks: of this process, if it hosts one, and of the others. ``close()`` tells them to leave."""
 
-    ``join`` has this process join the group of RPC, within so many seconds. Without ``connects_hosts`` workers of different
-    hosts have no connections but RPC's. A worker is given ``timeout`` seconds to hear that it is to leave. The first worker
-    computes on a device of ``device_type``.
-    """
-
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        worker: TorchrunWorker | None,
-        met: Meeting,
-        timeout: float,
-        join: Callable[[float], None],
-        connects_hosts: bool = True,
-        device_type: str = "cpu",
-    ) -> None:
-        self.worker, self.met, self.timeout, self._join = worker, met, timeout, join
-        self.routes, self.names, self.device_type = met.routes, met.routes.names, device_type
-        self.owner, self.joined = os.getpid(), False
-        names = [rank_info.rpc_name(index) for index in range(rank_info.workers)]
-        self.others = [name for name in names if name != CONTROLLER]
-        own_messages = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
-        self.messages = ControllerMessages(names, met.near, met.connections, connects_hosts, own_messages)
-
-    fixed = (
+    over = (
         "torchrun started the workers, and it starts all of them again, each with the script: torchrun --max-restarts 3; there "
         "driver.load(folder) goes on from the newest checkpoint"
     )
-    recovery_advice = f"; {fixed}"
+    fixed = over
+    recovery_advice = f"; {over}"
+
+    def __init__(self, launch: RanksLaunch, rank_info: RankInfo, board: RankBoard) -> None:
+        super().__init__(launch)
+        self.rank_info, self.board, self.by_rpc = rank_info, board, launch.transport == "rpc"
+        self.own: ConnectedWorker | None = None
+        self._thread: threading.Thread | None = None
+        self._ranks: dict[int, Member] = {}  # by worker
+
+    @property
+    def routes(self) -> Routes:
+        """How values go between the workers."""
+        return replace(self.places.routes, devices=self._devices(), only_rpc=self.by_rpc)
 
     def start(self, timeout: float) -> Sequence[Address]:
-        """Join the workers, and start that of this process."""
-        if self.worker is None:
-            rpc.serve_nothing()
-        self._join(timeout)
-        self.joined = True
-        if self.worker is not None:
-            self.worker.start()
-        return self.met.addresses
+        """Have the ranks come in, and be workers; start that of this process."""
+        self.timeout = timeout
+        ranks = self._checked_ranks()
+        first = len(ranks) - len(self.names)
+        for worker in range(len(self.names)):
+            self.places.of[worker] = ranks[worker + first]["place"] | ({"memory": f"{worker}"} if self.by_rpc else {})
+        if self.launch.transport == "shared_memory" and len(self.routes.groups) > 1:
+            raise self._refused(
+                'transport="shared_memory" is not available for all workers; leave transport out, and workers that '
+                f"cannot share memory use TCP:\n{self.routes}"
+            )
+        self.far_address = self._address(ranks)
+        self._let_in(ranks, first)
+        own = {} if first else {0: self._own_messages()}
+        self.messages.own |= own
+        if self.by_rpc:
+            self.messages = rpc.RpcMessages([rpc.name_of_rank(rank) for rank in range(first, len(ranks))], own)
+        self._fill(self._ranks, 0.0)
+        if self.by_rpc:
+            join_by_rpc(self.rank_info, self.board, self.far_address, self.launch.timeout, self.own)
+        if self.own is not None:
+            self._thread = threading.Thread(target=self.own.run, name=f"pippy {self.names[0]}", daemon=True)
+            self._thread.start()
+        return [self.places.address(worker) for worker in range(len(self.names))]
 
-    def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
-        """Nothing: torchrun does not tell which processes have died."""
-        return {}
+    def kill(self, members: Sequence[Member], why: str) -> None:
+        """Nothing: `fixed` says why no worker is replaced."""
 
-    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
-        """Raises."""
-        raise ClusterError(self.fixed)
+    def check_left(self, workers: Sequence[int], present: Sequence[Member], left: float) -> None:
+        """Nothing: all ranks are there."""
 
-    def end(self, workers: Iterable[int]) -> None:
-        """Raises."""
-        raise ClusterError(self.fixed)
+    def refuse(self, worker: int, member: Member, why: str) -> None:
+        """Raise: no other rank can be this worker."""
+        raise ClusterError(f"worker {self.names[worker]!r} on {member.place['host']}: {why}")
 
-    def close(self, lost: str | None = None) -> None:
-        """Let all workers leave their scripts, and leave the group; a second call does nothing.
+    def device_and_threads(self, worker: int) -> tuple[str, Mapping[int, int]]:
+        """What the ranks have said."""
+        return self.places.of[worker]["device"], {at: place["threads"] for at, place in self.places.of.items()}
 
-        They are told which worker is lost, so that each host's log says why the job ended.
+    def end_all(self, lost: str | None) -> None:
+        """Have all workers leave their scripts. They are told which worker is lost, so that each host's log says it."""
+        members = list(self._ranks.values())
+        for each in members:
+            each.tell_to_end(lost)
+        if self.own is not None:
+            self.own.end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOINS_WITHIN)
+        self.messages.close()
+        until = time.monotonic() + _LEAVE_WITHIN
+        for each in members:
+            while each.gone() is None and (left := until - time.monotonic()) > 0:
+                await_any([each], left)
+            each.close()
+
+    # How the ranks come in
+
+    def _checked_ranks(self) -> Sequence[Mapping[str, Any]]:
+        """What all ranks have written. Raises, as all of them do, if they cannot work together."""
+        try:
+            ranks: Sequence[Mapping[str, Any]] = self.board.read("terms", range(self.rank_info.world_size))
+            check_terms(ranks)
+        except ClusterError as error:
+            raise self._refused(str(error)) from error
+        return ranks
+
+    def _refused(self, why: str) -> ClusterError:
+        """Tell the others why they are not let in, which they raise, too."""
+        self.board.write("door", ["", why])
+        return ClusterError(why)
+
+    def _address(self, ranks: Sequence[Mapping[str, Any]]) -> str:
+        """That of this host by which others reach it.
+
+        A host whose name leads to its own loopback interface takes the one that leads to another host's address.
         """
-        if not self.joined or os.getpid() != self.owner:
+        link, _ = link_of_rank(self.rank_info)
+        others = [each["address"] for each in ranks if each["place"]["machine"] != self.places.machine]
+        if not link.leaves and any(others) and not interface_from_environment():
+            link = link_to(next(filter(None, others)), 1)
+        return link.address or "127.0.0.1"
+
+    def _let_in(self, ranks: Sequence[Mapping[str, Any]], first: int) -> None:
+        """Open a door until all other ranks have come. ``first`` is the rank of the first worker."""
+        if len(ranks) == 1:
             return
-        self.joined = False
-        rpc.stderr_filter.start()
-        for last in (False, True):  # first all workers are told that connections will break, then they leave
-            told = []
-            for name in self.others:
-                with suppress(ConnectionError):
-                    told.append(rpc.urgent(name, pickle_message(Leave(last, lost))))
-            rpc.wait_all(told, min(1.0, self.timeout))
-            if not last and self.worker is not None:
-                self.worker.end()  # which breaks its connections with others
-        rpc.leave()
-        self.met.connections.close()
+        here = all(each["place"]["machine"] == self.places.machine for each in ranks)
+        address, hosts = THIS_HOST if here else self.far_address, [each["place"]["host"] for each in ranks]
+        numbers = [next(self._numbers) for _ in ranks[1:]]  # which are their ranks
+        try:
+            with self.expected(address, numbers) as (invitation, coming):
+                assert invitation is not None, "there is a door"
+                self.board.write("door", [invitation.line(), ""])
+                came = zip(numbers, self.board.read("came", numbers))
+                if wrong := [f"\n  rank {rank} on {hosts[rank]}: {why}" for rank, why in came if why]:
+                    raise ClusterError(_out_of_reach(f"{hosts[0]} ({invitation.address})", wrong))
+                for rank, each in zip(numbers, coming):
+                    worker, end = rank - first, next_of(each, self.launch.timeout, lambda: None)
+                    self._ranks[worker] = member = Member(rank, end)
+                    member.place = self.places.of[worker]
+        except OSError as error:
+            raise self._refused(
+                f"rank 0 on {hosts[0]} cannot let the others in at {address or 'this host'}: {error}"
+            ) from error
+
+    # How workers begin
+
+    def _own_messages(self) -> OwnMessages:
+        """Make the worker of this process, and what carries messages to it."""
+        settings = self._settings(0)
+        carry = carry_by_rpc(self.rank_info, settings) if self.by_rpc else WorkerTransport
+        self.own = ConnectedWorker(0, str(self.far_address), settings, carry=carry)
+        self.own.start(shares_process=True)
+        return OwnMessages(self.own.queue, self.own.urgent)
+
+    def _chosen(self, workers: Sequence[int], deadline: float, spares: int) -> dict[int, Member]:
+        """The rank for each worker."""
+        return {worker: self._ranks[worker] for worker in workers}
+
+    def _takes_its_place(self, worker: int, member: Member) -> bool:
+        """Have a rank be a worker."""
+        if not self.by_rpc:
+            return super()._takes_its_place(worker, member)
+        member.tell(self.launch.timeout, run={"index": worker, "settings": asdict(self._settings(worker))})
+        self._at[worker] = member
+        return True
+
+    def _settings(self, worker: int) -> RunSettings:
+        """What a worker computes with. One that shares its process with the script has no core of its own."""
+        settings, memory = super()._settings(worker), self.places.of[worker]["memory"]
+        near = [at for at in on_devices(self._devices()) if at != worker and self.places.of[at]["memory"] == memory]
+        is_own = self.rank_info.controller_hosts and worker == 0
+        patience = polling_time(self.launch.patience, crowded=True) if is_own else settings.patience
+        return replace(settings, near=tuple(near), patience=patience)
+
+    def _devices(self) -> tuple[str, ...]:
+        return tuple(self.places.of[worker]["device"] for worker in range(len(self.names)))
+
+
+def _out_of_reach(host: str, wrong: Sequence[str]) -> str:
+    return (
+        f"these ranks get no connection with rank 0 on {host}:{''.join(wrong)}\nRank 0 listens at a port that its system "
+        "chooses, until the others have come (net.ipv4.ip_local_port_range says which it can be): a firewall must let them "
+        "connect. TP_SOCKET_IFNAME=eth1 on each host names another interface"
+    )
 
 
 # The timeout where there are several hosts, in seconds: after a cut of 30 s TCP sends again within 61 s what was lost.
@@ -203,28 +270,20 @@ def torchrun_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     check_threads(threads)
     check_choice("transport", transport, (None, "shared_memory", "rpc"))
-    patience = polling_time(patience, crowded=_is_crowded(rank_info, threads))
+    polling_time(patience, crowded=False)
     own_device = _device(rank_info, devices, device)
     _check_first()
     keep_freed_memory()
-    met = meet(rank_info, names, start_timeout, transport, *link_of_rank(rank_info), own_device)
-    address = None if transport == "rpc" else met.link.address
-    met.routes = replace(met.routes, only_rpc=address is None)
-    worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
-    join = partial(_join, rank_info, met, timeout)
+    board = board_of(rank_info, start_timeout)
+    place = place_of_this_process() | {"device": own_device, "threads": threads or torch.get_num_threads()}
+    write_terms(board, rank_info, place, names=names, transport=transport, controller_hosts=controller_hosts)
     if rank_info.rank:
-        assert worker is not None
-        _work(worker, lambda: join(start_timeout), timeout)
-    given = rank_info, worker, met, timeout, join, transport != "rpc", torch.device(own_device).type
-    cluster = opened(partial(TorchrunEngine, *given), timeout, start_timeout)
+        work(rank_info, board, transport == "rpc")
+    launch = RanksLaunch(WORKER, names, transport, timeout, patience)
+    cluster = opened(partial(TorchrunEngine, launch, rank_info, board), timeout, start_timeout)
     global _was_open
     _was_open = True
     rpc.take_reports(cluster.session.report_lost)
-    for at, why in met.routes.reasons.items():
-        warn(
-            f"worker {names[at]!r} shares no memory with the others of its host, and passes values as to another "
-            f"host, which is slower ({met.routes.far}): {why}"
-        )
     return cluster
 
 
@@ -253,14 +312,8 @@ def _check_not_given(name: str, value: Any) -> None:
         )
 
 
-def _is_crowded(rank_info: RankInfo, threads: int | None) -> bool:
-    """Whether the worker of this process has no core of its own. One that shares its process with the script has none."""
-    wanted = rank_info.local_world_size * (threads or torch.get_num_threads())
-    return rank_info.rank == 0 or wanted > len(os.sched_getaffinity(0))
-
-
 def _check_first() -> None:
-    """Raise unless this is the first cluster, because torchrun's processes can join a group of RPC only once."""
+    """Raise unless this is the first cluster, because the other ranks leave the script with the first."""
     if _was_open:
         raise ClusterError(
             "cluster() was called a second time in a process of torchrun, but the workers leave the script when "
@@ -279,64 +332,3 @@ def _device(
     if device is None:
         device = f"cuda:{rank_info.local_rank}" if torch.cuda.is_available() else "cpu"
     return device_name(device)
-
-
-def _worker(
-    rank_info: RankInfo,
-    met: Meeting,
-    device: str,
-    threads: int | None,
-    timeout: float,
-    patience: float,
-    address: str | None,
-) -> TorchrunWorker | None:
-    """The worker of this process, if it hosts one."""
-    if rank_info.index < 0:
-        return None
-    near = next(group for group in met.routes.groups if rank_info.index in group)
-    return TorchrunWorker(
-        rank_info.index,
-        met.routes.names,
-        device,
-        rank_info.rpc_name,
-        threads,
-        rank_info.rank == 0,
-        timeout,
-        met.sockets,
-        set(range(rank_info.workers)) - set(near),
-        patience,
-        address,
-        [each for each in on_devices(met.routes.devices) if each in near and each != rank_info.index],
-    )
-
-
-def _join(rank_info: RankInfo, met: Meeting, quiet: float, timeout: float) -> None:
-    """Join the group of RPC, and connect with all others. In the end no rank listens any more."""
-    names = [CONTROLLER, *(rank_info.rpc_name(rank_info.worker_of(rank)) for rank in range(1, rank_info.world_size))]
-    place = rank_info.rank, rank_info.world_size, "env://", "uv", met.link.interface
-    try:
-        rpc.join(names[rank_info.rank], *place, timeout, met.number)
-        if rank_info.rank == 0:
-            rpc.close_ports(CONTROLLER, names[1:], met.store, timeout, quiet, met.number)
-    except (RuntimeError, OSError) as error:
-        raise ClusterError(
-            f"rank {rank_info.rank} has met the others at torchrun's store, and not all ranks got a connection with each other,"
-            f" though they tried for start_timeout ({timeout:g} s), up to five times. Until it has these, every rank listens on"
-            f" ports that its system chooses, here at {met.link.address} of the interface {met.link.interface}: a firewall must"
-            f" let the others through to these; TP_SOCKET_IFNAME names another interface. If a stranger, as a port scan,"
-            f" connects there meanwhile, RPC lets in nobody else: start the job again, which torchrun --max-restarts 3 does by"
-            f" itself. The first line of RPC's error: {str(error).strip().splitlines()[0]}"
-        ) from error
-
-
-def _work(worker: TorchrunWorker, join: Callable[[], None], timeout: float) -> NoReturn:
-    """Run a worker until the controller closes the cluster, then leave the script."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    join()
-    worker.see_to_leaving()
-    worker.watch(CONTROLLER, timeout)
-    worker.run()
-    rpc.leave()
-    worker.has_left()
-    raise SystemExit(0)

@@ -1,10 +1,8 @@
 """The controller's messages to workers of its own process, and to others over connections.
 
-`ControllerConnections` are those to workers of its host, and to others where no RPC goes there. A call of RPC takes several
-threads on either side, one after the other. What a step needs is one message and one answer for each worker: here the thread
-that sends is the one that reads the answer, and the worker's is the one that computes. What a worker must answer while it
-computes has a connection of its own, which another thread of the worker reads. What comes from another host is read by a thread
-for each connection.
+What a step needs is one message and one answer for each worker: the thread that sends is the one that reads the answer, and the
+worker's is the one that computes. What a worker must answer while it computes has a connection of its own, which another thread
+of the worker reads. What comes from another host is read by a thread for each connection.
 """
 
 import itertools
@@ -28,10 +26,47 @@ from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 from pippy.drivers.wire.value_layout import copied
 
 
+class OwnMessages:
+    """Puts messages into the ``queue`` of a worker of this process, and has ``answer`` answer urgent ones.
+
+    Each tensor is copied once, as the script may change what it gave and the worker what it answered with.
+
+    >>> from pippy.drivers.wire.pickling import pickle_message, unpickle
+    >>> own, ones = OwnMessages(queue := MessageQueue(), answer=str), torch.ones(2)
+    >>> answer = own.post(0, pickle_message(ones))
+    >>> delivery = queue.get()
+    >>> delivery.reply(delivery.message.mul_(2))
+    >>> ones, unpickle(answer.value()), unpickle(own.urgent(pickle_message(3)).value())
+    (tensor([1., 1.]), tensor([2., 2.]), '3')
+    >>> queue.close()
+    """
+
+    def __init__(self, queue: MessageQueue, answer: Callable[[Any], Any]) -> None:
+        self.queue, self.answer = queue, answer
+
+    def post(self, number: int, pickled: Pickled) -> "Future[Pickled]":
+        """Put a message into the queue; the future has its answer."""
+        future: Future[Pickled] = Future()
+        self.queue.put_pickled(number, _own(pickled), lambda answer: future.set_result(_own(answer)))
+        return future
+
+    def urgent(self, pickled: Pickled) -> "Future[Pickled]":
+        """Have a message answered now; the future has the answer."""
+        future: Future[Pickled] = Future()
+        future.set_result(_own(answer_at_once(self.answer, _own(pickled))))
+        return future
+
+
+def _own(pickled: Pickled) -> Pickled:
+    """A copy that shares no memory. The worker can train with its tensors, even if the script is in inference mode."""
+    with torch.inference_mode(False):
+        return Pickled(pickled.data, copied(pickled.tensors))
+
+
 class ControllerConnections:
     """Two to a worker: of ``sockets``, for the messages that its main thread takes, and of ``urgent``, for the others.
 
-    Both are by the numbers of the workers.
+    Both are by the numbers of the workers. ``own`` has the workers of this process, which need no connection.
 
     >>> from pippy.drivers.wire.pickling import pickle_message, unpickle
     >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,7 +82,13 @@ class ControllerConnections:
     (None, None, None)
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket] = {}, urgent: Mapping[int, socket.socket] = {}) -> None:
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket] = {},
+        urgent: Mapping[int, socket.socket] = {},
+        own: Mapping[int, OwnMessages] = {},
+    ) -> None:
+        self.own = dict(own)
         self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
         self._urgent_numbers = itertools.count()
         self._at: dict[int, int] = {}
@@ -62,10 +103,14 @@ class ControllerConnections:
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
+        if worker in self.own:
+            return self.own[worker].post(number, pickled)
         return self._send(self._at[worker], number, pickled)
 
     def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
         """Like ``post``, for a message that the worker answers even while it computes."""
+        if worker in self.own:
+            return self.own[worker].urgent(pickled)
         return self._send(self._urgent_at[worker], next(self._urgent_numbers), pickled)
 
     def connect(self, one: int, other: int) -> int | None:
@@ -74,7 +119,7 @@ class ControllerConnections:
         if not self._at:
             return None
         with self._lock, uninterrupted():
-            first, second = self._near(self._at[one]), self._near(self._at[other])
+            first, second = (self._near(self._at[each]) if each in self._at else None for each in (one, other))
             if first is None or second is None:
                 return one
             with in_words(f"a socket between workers {one} and {other}"):
@@ -178,40 +223,3 @@ class ControllerConnections:
         with self._lock:
             if self._ends[at] is stream:
                 self._mark_lost(at)
-
-
-class OwnMessages:
-    """Puts messages into the ``queue`` of a worker of this process, and has ``answer`` answer urgent ones.
-
-    Each tensor is copied once, as the script may change what it gave and the worker what it answered with.
-
-    >>> from pippy.drivers.wire.pickling import pickle_message, unpickle
-    >>> own, ones = OwnMessages(queue := MessageQueue(), answer=str), torch.ones(2)
-    >>> answer = own.post(0, pickle_message(ones))
-    >>> delivery = queue.get()
-    >>> delivery.reply(delivery.message.mul_(2))
-    >>> ones, unpickle(answer.value()), unpickle(own.urgent(pickle_message(3)).value())
-    (tensor([1., 1.]), tensor([2., 2.]), '3')
-    >>> queue.close()
-    """
-
-    def __init__(self, queue: MessageQueue, answer: Callable[[Any], Any]) -> None:
-        self.queue, self.answer = queue, answer
-
-    def post(self, number: int, pickled: Pickled) -> "Future[Pickled]":
-        """Put a message into the queue; the future has its answer."""
-        future: Future[Pickled] = Future()
-        self.queue.put_pickled(number, _own(pickled), lambda answer: future.set_result(_own(answer)))
-        return future
-
-    def urgent(self, pickled: Pickled) -> "Future[Pickled]":
-        """Have a message answered now; the future has the answer."""
-        future: Future[Pickled] = Future()
-        future.set_result(_own(answer_at_once(self.answer, _own(pickled))))
-        return future
-
-
-def _own(pickled: Pickled) -> Pickled:
-    """A copy that shares no memory. The worker can train with its tensors, even if the script is in inference mode."""
-    with torch.inference_mode(False):
-        return Pickled(pickled.data, copied(pickled.tensors))

@@ -1,25 +1,27 @@
-"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls that pippy's processes make.
+"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls of pippy's processes.
 
-`RpcValues` are values on their way to other workers. The sender notices a value that does not arrive.
+Ranks of torchrun carry commands and values by RPC where `cluster` is asked for that: ``transport="rpc"``. `RpcMessages` are the
+controller's commands, `RpcValues` values on their way to other workers. The sender notices a value that does not arrive.
 """
 
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rpc import constants
 from torch.futures import Future
 
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections, OwnMessages
 from pippy.drivers.wire.messages.sockets import (
     Ends,
     break_silent_connections,
@@ -49,34 +51,50 @@ class Served:
 
 _served: Served | None = None
 _reports: Callable[[int, int, str], None] | None = None
-_never_answered: list["torch.futures.Future[None]"] = []
 
 # RPC warns of each pipe that closes, also of those that it closes itself when this process leaves.
-stderr_filter = StderrFilter(b"tensorpipe_agent.cpp")
+_stderr_filter = StderrFilter(b"tensorpipe_agent.cpp")
 
 
 def serve(served: Served) -> None:
-    """Hand the calls that arrive to this messages, this worker and this transport. Before joining: calls arrive at once."""
+    """Hand the calls that arrive to these messages, this worker and this transport. Before joining: calls arrive at once."""
     global _served
     _served = served
 
 
-def serve_nothing() -> None:
-    """No worker is here; but workers may ask whether this process lives."""
-    serve(Served(MessageQueue(), urgent=lambda message: None, deliver=lambda key, value: None))
+def name_of_rank(rank: int) -> str:
+    """The name for RPC of a rank's process.
+
+    >>> name_of_rank(3)
+    'rank3'
+    """
+    return f"rank{rank}"
+
+
+def join_ranks(
+    rank: int, ranks: int, store: dist.Store, interface: str | None, within: float, quiet: float, group: int
+) -> None:
+    """Join the RPC group of all ranks, and connect with each. In the end no rank listens any more."""
+    names = [name_of_rank(each) for each in range(ranks)]
+    try:
+        join(names[rank], rank, ranks, "env://", interface, within, group)
+        if rank == 0:
+            close_ports(names[0], names[1:], store, within, quiet, group)
+    except (RuntimeError, OSError) as error:
+        raise ClusterError(
+            f"rank {rank} has met the others at torchrun's store, and not all ranks got a connection with each other,"
+            f" though they tried for start_timeout ({within:g} s), up to five times. Until it has these, every rank listens on"
+            f" ports that its system chooses, here of the interface {interface}: a firewall must let the others through to"
+            f" these; TP_SOCKET_IFNAME names another interface. If a stranger, as a port scan, connects there meanwhile, RPC"
+            f" lets in nobody else: start the job again, which torchrun --max-restarts 3 does by itself, or leave out"
+            f' transport="rpc". The first line of RPC\'s error: {str(error).strip().splitlines()[0]}'
+        ) from error
 
 
 def join(
-    name: str,
-    rank: int,
-    processes: int,
-    init_method: str,
-    transport: str,
-    interface: str | None,
-    timeout: float = 0,
-    group: int = 0,
+    name: str, rank: int, processes: int, init_method: str, interface: str | None, timeout: float = 0, group: int = 0
 ) -> None:
-    """Join the RPC group; waits for all others. ``transport`` is "shm" or "uv", which is TCP.
+    """Join the RPC group; waits for all others.
 
     What torch opens listens on the named interface; with None, on the one that torch chooses: that of this host's name.
 
@@ -88,7 +106,7 @@ def join(
     ``group``, which is how many have met at the store before.
     """
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, num_worker_threads=4, rpc_timeout=timeout, _transports=[transport], _channels=["basic"]
+        init_method=init_method, num_worker_threads=4, rpc_timeout=timeout, _transports=["uv"], _channels=["basic"]
     )
     rpc._init_counter = group
     rpc.api._all_gather_sequence_id.clear()
@@ -130,63 +148,49 @@ def _waiting_for_peers(seconds: float) -> Iterator[None]:
 
 def leave() -> None:
     """Leave the group at once. A graceful shutdown would wait for ever for a peer that has died."""
-    stderr_filter.start()
+    _stderr_filter.start()
     try:
         rpc.shutdown(graceful=False)
     finally:
-        stderr_filter.stop()
-        _never_answered.clear()
+        _stderr_filter.stop()
 
 
-def post(to: str, sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-    """Put a message into the queue of another process; the future has what its main thread answers."""
-    return _call(to, _arrive, sequence, pickled)
+class RpcMessages(ControllerConnections):
+    """Messages to workers by RPC, to processes with these ``names``; and to those of this process, which are its ``own``.
+
+    >>> RpcMessages(["rank0", "rank1"], {}).connect(0, 1)
+    """
+
+    def __init__(self, names: Sequence[str], own: Mapping[int, OwnMessages]) -> None:
+        super().__init__(own=own)
+        self.names = names
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        """Put a message into a worker's queue; the future has what its main thread answers."""
+        if worker in self.own:
+            return super().post(worker, number, pickled)
+        return _call(self.names[worker], _arrive, number, pickled)
+
+    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
+        """Send a message that is answered even while the worker computes."""
+        return super().urgent(worker, pickled) if worker in self.own else urgent(self.names[worker], pickled)
+
+    def close(self) -> None:
+        """Close what is open, and leave the group, if this process has joined it."""
+        super().close()
+        if rpc.api._is_current_rpc_agent_set():
+            leave()
 
 
-def urgent(to: str, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+def urgent(to: str, pickled: Pickled) -> "Future[Pickled]":
     """Send another process a message that it answers even while it computes."""
     return _call(to, _answer, pickled)
 
 
-def deliver(to: str, key: Any, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-    """Hand a value to the transport of another worker; the future is done when it is there."""
-    return _call(to, _take, key, pickled)
-
-
-def report_lost(to: str, by: int, peer: int, how: str) -> None:
-    """Tell the controller that worker ``by`` has lost the connection to another."""
-    with suppress(ConnectionError):
-        _call(to, _take_report, by, peer, how)
-
-
 def take_reports(take: Callable[[int, int, str], None]) -> None:
-    """Hand what workers report to this function, on any thread."""
+    """Hand what workers report of connections that they have lost to this function, on any thread."""
     global _reports
     _reports = take
-
-
-def watch(to: str, seconds: float, broken: Callable[[], None]) -> "torch.futures.Future[Pickled]":
-    """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered.
-
-    That its host is gone, or cut off, is noticed after four times so many ``seconds``. Returns the call, which is done then,
-    also where there was no memory to call ``broken``.
-    """
-    watching = _call(to, _wait_for_ever)
-    watching.add_done_callback(lambda _: broken())
-    break_silent_connections(seconds)  # joining has connected this process with the first of the group
-    return watching
-
-
-def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> None:
-    """Wait until all of these are done or have failed, or the time is up."""
-    waiting = list(futures)
-    over = threading.Semaphore(0)
-    for future in waiting:
-        future.add_done_callback(lambda _: over.release())
-    end = time.monotonic() + timeout
-    for _ in waiting:
-        if not over.acquire(timeout=max(0.0, end - time.monotonic())):
-            return
 
 
 def close_ports(
@@ -211,9 +215,9 @@ def close_ports(
     _close_port(ports[name], peers[name], quiet)
 
 
-def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Pickled]":
+def _call(to: str, function: Callable[..., Any], *arguments: Any, timeout: float = 0) -> "Future[Any]":
     try:
-        return rpc.rpc_async(to, function, args=arguments, timeout=0)
+        return rpc.rpc_async(to, function, args=arguments, timeout=timeout)
     except RuntimeError as error:  # of a peer that is known to be gone
         raise ConnectionError(str(error)) from error
 
@@ -224,8 +228,8 @@ def _serving() -> Served:
 
 
 @rpc.functions.async_execution
-def _arrive(sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-    answer: torch.futures.Future[Pickled] = torch.futures.Future()
+def _arrive(sequence: int, pickled: Pickled) -> "Future[Pickled]":
+    answer: Future[Pickled] = Future()
     _serving().messages.put_pickled(sequence, pickled, answer.set_result)
     return answer
 
@@ -249,25 +253,30 @@ def _close_port(port: int, peers: Sequence[set[Ends]], quiet: float) -> None:
     break_silent_connections(quiet)
 
 
-def _answers(calls: Iterable["torch.futures.Future[Any]"], within: float) -> list[Any]:
+def _answers(calls: Iterable["Future[Any]"], within: float) -> list[Any]:
     """What these calls give. Raises if one fails, or takes longer."""
     calls = list(calls)
-    wait_all(calls, within)
+    _wait_all(calls, within)
     if late := sum(not each.done() for each in calls):
         raise TimeoutError(f"{late} of {len(calls)} processes did not answer within {within:g} s")
     return [each.value() for each in calls]
 
 
+def _wait_all(futures: Iterable["Future[Any]"], timeout: float) -> None:
+    """Wait until all of these are done or have failed, or the time is up."""
+    waiting = list(futures)
+    over = threading.Semaphore(0)
+    for future in waiting:
+        future.add_done_callback(lambda _: over.release())
+    end = time.monotonic() + timeout
+    for _ in waiting:
+        if not over.acquire(timeout=max(0.0, end - time.monotonic())):
+            return
+
+
 def _take_report(by: int, peer: int, how: str) -> None:
     if _reports is not None:
         _reports(by, peer, how)
-
-
-@rpc.functions.async_execution
-def _wait_for_ever() -> "torch.futures.Future[None]":
-    answer: torch.futures.Future[None] = torch.futures.Future()
-    _never_answered.append(answer)
-    return answer
 
 
 def _take(key: Any, pickled: Pickled) -> None:
@@ -282,137 +291,76 @@ BEYOND = (
     2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
 )
 RATE = 1 << 20  # bytes that a connection must carry in a second, or it is taken for cut
+_ROUNDED = 0.01  # seconds by which RPC's clock may be ahead
 _OVERSLEPT = 1.0  # so late, this process was stopped, and the others may have been, too
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """The sizes of the values that a peer has not taken up, by number. ``since`` is when that began, or one was taken up."""
-
-    since: float = 0.0
-    sizes: dict[int, int] = field(default_factory=dict)
-
-    def oldest(self) -> int:
-        """The size of the value that was posted first."""
-        return next(iter(self.sizes.values()))
 
 
 class RpcValues:
     """Posts values to the peers, whose names for RPC ``name`` gives, and calls ``lost``, once, for a peer that takes none up.
 
     RPC raises nothing where the value is waited for: a connection that breaks fails the sender's call, and one that is cut
-    without a word fails nothing. So the sender watches its calls: a peer must take up a value within ``seconds``, and a second
-    more for each MiB of it, or of those that are under way before it.
-
-    >>> from torch.futures import Future
-    >>> RpcValues(str, lambda peer, how: print(peer, how), 0.01).watch(2, 8, Future()).join(1)
-    2 it has not taken up a value of 8 bytes within 0.01 s
+    without a word fails nothing. So the sender limits its calls: a peer must take up a value within ``seconds``, and a second
+    more for each MiB of it, and of those that are under way before it.
     """
 
     def __init__(self, name: Callable[[int], str], lost: Callable[[int, str], None], seconds: float) -> None:
         self.name, self.lost, self.seconds = name, lost, seconds
-        self._changed = threading.Condition()
-        self._under_way: dict[int, _UnderWay] = {}
-        self.lost_peers: set[int] = set()
-        self._number = 0
-        self._idle = self._ended = False
-        self._watcher: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._under_way: dict[int, int] = {}  # bytes, by peer
+        self._lost_peers: set[int] = set()
 
     def post(self, to: int, key: ValueKey, value: Any) -> None:
         """Send a value; never waits."""
         pickled = pickle_message(value)
+        size = len(pickled.data) + sum(tensor.nbytes for tensor in pickled.tensors)
+        with self._lock:
+            self._under_way[to] = under_way = self._under_way.get(to, 0) + size
+        seconds = self.seconds + under_way / RATE
+        until = time.monotonic() + seconds
         try:
-            future = deliver(self.name(to), key, pickled)
+            future = _call(self.name(to), _take, key, pickled, timeout=seconds)
         except ConnectionError as error:
             self.note_lost(to, f"the connection broke: {_first_line(error)}")
         else:
-            self.watch(to, len(pickled.data) + sum(tensor.nbytes for tensor in pickled.tensors), future)
+            late = f"it has not taken up a value of {size:,} bytes within {seconds:.3g} s"
+            future.add_done_callback(partial(self._taken_up, to, size, until, late))
 
-    def watch(self, to: int, size: int, future: "Future[Any]") -> threading.Thread:
-        """Watch a call that carries a value of so many bytes. Returns the thread that does."""
-        with self._changed:
-            under_way = self._under_way.setdefault(to, _UnderWay())
-            if not under_way.sizes:
-                under_way.since = time.monotonic()
-            self._number += 1
-            number = self._number
-            under_way.sizes[number] = size
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="pippy values", daemon=True)
-                self._watcher.start()
-            elif self._idle:
-                self._changed.notify()
-        future.add_done_callback(partial(self._taken_up, to, number))
-        return self._watcher
-
-    def end(self) -> None:
-        """From now on connections may break."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
-
-    def _taken_up(self, to: int, number: int, future: "Future[Any]") -> None:
-        with self._changed:
-            self._under_way[to].sizes.pop(number, None)
-            self._under_way[to].since = time.monotonic()
+    def _taken_up(self, to: int, size: int, until: float, late: str, future: "Future[Any]") -> None:
+        with self._lock:
+            self._under_way[to] -= size
         try:
             future.value()
         except Exception as error:  # RPC raises errors of all kinds
-            self.note_lost(to, f"the connection broke: {_first_line(error)}")
+            beyond = time.monotonic() - until
+            if beyond < _OVERSLEPT:
+                broke = f"the connection broke: {_first_line(error)}"
+                self.note_lost(to, broke if beyond < -_ROUNDED else late)
 
     def note_lost(self, to: int, how: str) -> None:
         """Note that a peer is lost, and how that was found."""
-        with self._changed:
-            known = to in self.lost_peers or self._ended
-            self.lost_peers.add(to)
+        with self._lock:
+            known = to in self._lost_peers
+            self._lost_peers.add(to)
         if not known:
             self.lost(to, how)
-
-    def _watch(self) -> None:
-        while (late := self._next_late()) is None:
-            pass
-        if late:
-            self.note_lost(*late)
-
-    def _next_late(self) -> tuple[int, str] | tuple[()] | None:
-        """Wait for a time to look, and look: a peer that has taken nothing up in time, and how. () at the end."""
-        with self._changed:
-            due = {to: self._due(each) for to, each in self._under_way.items() if each.sizes}
-            first = min(due, key=due.__getitem__) if due else None
-            now = time.monotonic()
-            if self._ended:
-                return ()
-            if first is None or due[first] > now:
-                self._idle = first is None
-                self._changed.wait(None if first is None else due[first] - now)
-            elif now - due[first] > _OVERSLEPT:
-                for each in self._under_way.values():
-                    each.since = now
-            else:
-                size = self._under_way[first].oldest()
-                seconds = self.seconds + size / RATE
-                return first, f"it has not taken up a value of {size:,} bytes within {seconds:.3g} s"
-        return None
-
-    def _due(self, under_way: _UnderWay) -> float:
-        return under_way.since + self.seconds + under_way.oldest() / RATE
 
 
 def transport_by_rpc(
     index: int, name: Callable[[int], str], reports_to: str, timeout: float, **options: Any
-) -> tuple[WorkerTransport, RpcValues]:
-    """A worker's transport, with these options, that posts values by RPC, and what it is to call with a peer that it loses.
+) -> WorkerTransport:
+    """A worker's transport, with these options, that posts values by RPC.
 
     The worker reports to this process, the controller, that it has lost another, and notes it itself.
     """
 
     def lost(peer: int, how: str) -> None:
-        report_lost(reports_to, index, peer, how)  # first: it says more than that the worker cannot go on
+        with suppress(ConnectionError):  # first: it says more than that the worker cannot go on
+            _call(reports_to, _take_report, index, peer, how)
         transport.mark_lost(peer)
 
     values = RpcValues(name, lost, timeout + BEYOND)
     transport = WorkerTransport(index, post=values.post, lost=values.note_lost, **options)
-    return transport, values
+    return transport
 
 
 def _first_line(error: Exception) -> str:

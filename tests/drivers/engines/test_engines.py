@@ -60,7 +60,7 @@ from pippy import cluster
 from tests.drivers import scripted_worker
 from tests.drivers.engines.contract import info_is_logged, keep
 
-with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun_worker.Worker", scripted_worker.Worker):
+with info_is_logged(), patch("pippy.drivers.engines.torchrun.torchrun.WORKER", "tests.drivers.scripted_worker:Worker"):
     workers = cluster(names=["a", "b"], **OPTIONS)
     keep(workers)
 open("kept", "w")

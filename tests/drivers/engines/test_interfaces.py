@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from exps.peers.hosts import NoHosts, hosts, ip
-from pippy.drivers.engines.torchrun import interfaces
-from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, addresses, link_named, link_of_rank, link_to
-from pippy.drivers.engines.torchrun.ranks import RankInfo
+from pippy.drivers.engines.hub import interfaces
+from pippy.drivers.engines.hub.interfaces import NetworkInterface, addresses, link_named, link_to
+from pippy.drivers.engines.torchrun.ranks import RankInfo, link_of_rank
 
 LOOPBACK = NetworkInterface("lo", "127.0.0.1")
 
@@ -49,7 +49,7 @@ def test_what_leads_nowhere():
 
 
 ASK = (
-    "from pippy.drivers.engines.torchrun.interfaces import *; "
+    "from pippy.drivers.engines.hub.interfaces import *; "
     "print(addresses(), link_to('10.99.7.2', 1), link_to('fd00:7::2', 1))"
 )
 

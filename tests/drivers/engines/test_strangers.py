@@ -1,4 +1,4 @@
-"""Strangers at the ports of a torchrun job: while it starts they can spoil the start, and later nothing."""
+"""Strangers at the ports of ranks that use RPC: while these start they can spoil the start, and later nothing."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ STANDALONE = ["-m", "tests.drivers.forking_torchrun", "--standalone", "--nproc-p
 
 def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are_sent_away():
     """RPC reads a length from each connection, and where that is much, ends its process: here from one that came early."""
-    with started(*STANDALONE, "2", SCRIPT, HOSTS="a b") as process, ExitStack() as stack:
+    with started(*STANDALONE, "2", SCRIPT) as process, ExitStack() as stack:
         lines = [process.stdout.readline() for _ in range(3)]
         assert lines[2] == "listening\n", (lines, process.communicate(timeout=20))
         pids = [int(line.split()[-1]) for line in lines[:2]]
@@ -34,7 +34,7 @@ def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are
         connects = [partial(socket.create_connection, place, timeout=10) for place in places]
         early = [end for connect in connects for end in stack.enter_context(half_open(connect, 20))]
         tell(process, "")
-        assert process.stdout.readline() == "open TCP\n", process.communicate(timeout=20)
+        assert process.stdout.readline() == "open RPC\n", process.communicate(timeout=20)
         assert not listening(pids)
         with within(5):
             while unprobed(pids):  # what was just sent is not acknowledged yet
@@ -54,7 +54,7 @@ def test_no_rank_listens_when_a_cluster_is_open_and_strangers_from_its_start_are
 
 def test_a_stranger_that_leaves_while_ranks_start_spoils_the_start_which_says_so():
     """RPC lets nobody else in, and ranks 1 and 2 have no connection yet."""
-    with started(*STANDALONE, "3", SCRIPT, HOSTS="a b c") as process:
+    with started(*STANDALONE, "3", SCRIPT) as process:
         lines = [process.stdout.readline() for _ in range(4)]
         assert lines[3] == "listening\n", (lines, process.communicate(timeout=20))
         pids = [int(line.split()[-1]) for line in lines[:3]]

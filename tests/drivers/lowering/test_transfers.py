@@ -109,7 +109,7 @@ def test_on_one_host_nothing_changes():
 def test_workers_with_one_name_of_a_host_are_apart_on_several_machines():
     routes = Routes(tuple("abc"), ("node", "node", "node"), ((0, 1), (2,)), machines=("x", "x", "y"))
     assert routes.hosts_of([0, 1, 2]) == (0, 0, 1)
-    assert replace(routes, reasons={2: "no memory"}, machines=("x", "x", "x")).hosts_of([0, 1, 2]) is None
+    assert replace(routes, machines=("x", "x", "x")).hosts_of([0, 1, 2]) is None
 
 
 # From host to host

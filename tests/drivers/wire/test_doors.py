@@ -12,11 +12,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
 
 from pippy.drivers.engines.connected_worker import Peers
-from pippy.drivers.engines.torchrun import meeting
-from pippy.drivers.engines.torchrun.ranks import RankBoard
 from pippy.drivers.protocol.commands import Connect
 from pippy.drivers.wire.messages import doors
 from pippy.drivers.wire.messages.doors import THIS_HOST, Door, Invitation, come_in
@@ -37,35 +34,14 @@ def for_values(monkeypatch):
 
 
 @contextmanager
-def written(what, run):
-    """An invitation that is written on the board, while a rank runs this."""
-    store = HashStore()
-    guests = RankBoard(store, GUEST, 20.0)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run, RankBoard(store, 0, 20.0))
-        found = guests.read(what, [0])[0]
-        yield guests, Invitation.of_line(found if isinstance(found, str) else found[0]), running
-
-
-@contextmanager
-def for_neighbours(monkeypatch):
-    """The door of the first rank of a host for the others."""
-    with written("door of", lambda board: meeting._welcome(board, [GUEST])) as (board, invitation, running):
-        yield invitation
-        board.write("has come in", "it gave up")
-        assert running.result() == {}
-
-
-@contextmanager
-def for_hosts(monkeypatch):
-    """The door of a host that tries whether another one reaches it."""
-    names = ["a", "b"]
-    given = names, names, "127.0.0.1"
-    with written("door for hosts", lambda board: meeting.check_reach(board, *given)) as (board, invitation, running):
-        board.write("door for hosts", "")
-        yield invitation
-        board.write("out of reach", [])
-        assert running.result() is None
+def for_ranks(monkeypatch):
+    """The door of rank 0 for those of its host."""
+    taken = queue.SimpleQueue()
+    with closing(Door(THIS_HOST, [GUEST], lambda *came: taken.put(came), 20.0)) as door:
+        yield door.invitation
+        guest, end = taken.get(timeout=10)
+        end.close()
+        assert guest == GUEST
 
 
 @contextmanager
@@ -79,7 +55,7 @@ def for_workers_that_join(monkeypatch):
         assert guest == GUEST and taken.empty()
 
 
-@pytest.fixture(params=[for_values, for_neighbours, for_hosts, for_workers_that_join])
+@pytest.fixture(params=[for_values, for_ranks, for_workers_that_join])
 def invitation(request, monkeypatch):
     """That of each kind of door. The guest comes in at the end."""
     monkeypatch.setattr(doors, "_GREETS", 0.5)

@@ -10,8 +10,6 @@ from fcntl import ioctl
 from ipaddress import ip_address
 from pathlib import Path
 
-from pippy.drivers.engines.torchrun.ranks import RankInfo
-
 LOOPBACK = "lo"
 CHOSEN_BY = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SIOCGIFCONF = 0x8912
@@ -34,25 +32,6 @@ class NetworkInterface:
     def leaves(self) -> bool:
         """Whether other hosts can reach it."""
         return self.address is not None and not ip_address(self.address).is_loopback
-
-
-def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
-    """The interface on which a rank listens: the one that leads to rank 0; loopback if all ranks are on one host.
-
-    torch would choose the address of the host's name, which other hosts often cannot reach. The text says what is wrong with an
-    interface that the environment names.
-    """
-    if rank_info.one_host:
-        return link_named(LOOPBACK), ""
-    if (named := interface_from_environment()) is None:
-        return link_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ""
-    variable, name = named
-    link = link_named(name)
-    has = ", ".join(dict.fromkeys(each for each, _ in addresses()))
-    return (
-        link,
-        "" if link.address else f"{variable} is {name!r}, and the interfaces here that have an address are {has}",
-    )
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -94,10 +73,17 @@ def link_to(host: str, port: int) -> NetworkInterface:
                 own_address = probe.getsockname()[0]
                 if ip_address(own_address).is_loopback:
                     return link_named(LOOPBACK)
-                return NetworkInterface(
-                    next((interface for interface, address in addresses() if address == own_address), None), own_address
-                )
+                return link_at(own_address)
     return NetworkInterface()
+
+
+def link_at(address: str) -> NetworkInterface:
+    """The interface of this host with an address.
+
+    >>> link_at("127.0.0.1")
+    NetworkInterface(interface='lo', address='127.0.0.1')
+    """
+    return NetworkInterface(next((name for name, each in addresses() if each == address), None), address)
 
 
 def _of_version_4() -> list[tuple[str, str]]:
