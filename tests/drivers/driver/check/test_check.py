@@ -179,28 +179,25 @@ def frozen():
     return model
 
 
-SCHEDULES = {
-    "zb_h1": {"schedule": "zb_h1"},
-    "auto": {"schedule": "auto"},
-    "interleaved": {"schedule": "interleaved_1f1b", "world_size": 1},
-    "recompute": {"checkpoint": "always"},
-    "out of order": {"out_of_order": True},
-    "without keys": {"keyed_random": False},
+DRIVERS = {
+    "zb_h1": (Net, {"schedule": "zb_h1"}),
+    "auto": (Net, {"schedule": "auto"}),
+    "interleaved": (Net, {"schedule": "interleaved_1f1b", "world_size": 1}),
+    "recompute": (Net, {"checkpoint": "always"}),
+    "out of order": (Net, {"out_of_order": True}),
+    "without keys": (Net, {"keyed_random": False}),
+    "masked": (lambda: Acts(mix=torch.tanh), {"schedule": "1f1b", "_debug_mask_minibatches": True}),
 }
 
 
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_drivers_of_many_kinds(threads, options):
-    driver = PipelineDriver(pipe_of(Net()), threads, **options)
+@pytest.mark.parametrize("name", DRIVERS)
+def test_drivers_of_many_kinds(threads, name):
+    make, options = DRIVERS[name]
+    driver = PipelineDriver(pipe_of(make()), threads, **options)
     driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     for _ in range(2):
         assert driver.check(3, *rows()), driver.check(3, *rows())
         driver.run(3, *rows())
-
-
-def test_masked_microbatches(threads):
-    driver = PipelineDriver1F1B(pipe_of(Acts(mix=torch.tanh)), threads, _debug_mask_minibatches=True)
-    assert driver.check(3, *rows())
 
 
 def test_replicas(threads):
