@@ -8,7 +8,6 @@ Of large tensors, digests are compared. A model of 16 bits can be compared in 32
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -40,30 +39,21 @@ def floor_of(*dtypes: torch.dtype) -> float:
     )
 
 
-@dataclass(frozen=True)
-class Tolerance:
+def tolerance_of(size: float, noise: float, largest: float, floor: float) -> float:
     """By how much a tensor may differ. ``size`` is its largest element, ``largest`` that of all tensors beside it.
 
     A gradient that is 0 but for rounding, as of the bias of keys in attention, is compared with ``largest``.
 
-    >>> Tolerance(size=1.0, noise=1e-7, largest=1.0, floor=1e-5).allowed
+    >>> tolerance_of(size=1.0, noise=1e-7, largest=1.0, floor=1e-5)
     1e-05
-    >>> Tolerance(size=1.0, noise=0.5, largest=1.0, floor=1e-5).allowed
+    >>> tolerance_of(size=1.0, noise=0.5, largest=1.0, floor=1e-5)
     0.01
-    >>> Tolerance(size=1.0, noise=0.5, largest=1.0, floor=1e-6).allowed
+    >>> tolerance_of(size=1.0, noise=0.5, largest=1.0, floor=1e-6)
     1e-05
     """
-
-    size: float
-    noise: float
-    largest: float
-    floor: float
-
-    @property
-    def allowed(self) -> float:
-        least = max(self.floor * self.size, self.floor / 10 * self.largest)
-        most = max(_MOST, self.floor) if self.floor > LEAST else _MOST_OF_64
-        return max(least, min(_TIMES * self.noise, most * self.size))
+    least = max(floor * size, floor / 10 * largest)
+    most = max(_MOST, floor) if floor > LEAST else _MOST_OF_64
+    return max(least, min(_TIMES * noise, most * size))
 
 
 # A digest of a tensor: small, and linear, so that tensors differ by about as much as their digests do.

@@ -19,6 +19,7 @@ from pippy.drivers.choice.given_limits import DividedCall, call_to_fit, fails_gu
 from pippy.drivers.count.fake_errors import UncountedError
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.comparisons import Budget, room
+from pippy.drivers.driver.check.differences import Numbers
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data import SentDatasets, check_no_columns, columns_in
@@ -337,10 +338,13 @@ class StepRunner:
                 call, sent, results, alike=True, probe_outputs=_can_probe(call, results)
             ).items()
         }
-        answers, digests, places, disagreeing = first_step.trials.of_step(steps, written, follow)
-        running = RunningStep(self.session, results, renames=call.plan.renames())
-        running.accept(answers)
-        return Tried({**result_numbers(running.result()), **digests}, results.weights, places, disagreeing)
+
+        def result(answers: Mapping[int, StepResult]) -> Numbers:
+            running = RunningStep(self.session, results, renames=call.plan.renames())
+            running.accept(answers)
+            return result_numbers(running.result())
+
+        return first_step.trials.of_step(steps, written, follow, result, results.weights)
 
     def call(
         self,

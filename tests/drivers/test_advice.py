@@ -2,7 +2,6 @@
 
 # mypy: disable-error-code="arg-type, call-overload"
 
-import copy
 import pickle
 import threading
 
@@ -27,7 +26,7 @@ from pippy import (
 )
 from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, OptimizerError, StepError
-from tests.comparisons import assert_same
+from tests.comparisons import Beside, assert_same
 from tests.drivers.models import Chain
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -36,15 +35,9 @@ mse = F.mse_loss
 
 
 def same(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, plain=None, stages=2, **options):
-    """Run a step, and compare its result with the plain model's."""
-    model = Chain(stages) if model is None else model
-    expected = copy.deepcopy(model)
-    inputs = inputs or ((X, TARGET) if loss else (X,))
-    if plain is None:
-        plain = expected(*inputs) if loss is None else loss(expected(*inputs[:-1]), inputs[-1])
-    torch.testing.assert_close(
-        step(cluster, *inputs, model=model, loss=loss, chunks=chunks, kind=kind, **options), plain.detach()
-    )
+    """Run a step, and compare it with the plain model's; ``plain`` are the plain model's arguments, if they are others."""
+    both = Beside(cluster, Chain(stages) if model is None else model, loss, kind=kind, **options)
+    both.step(chunks, *(inputs or (X, TARGET)), plain=plain)
 
 
 def step(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, stages=2, **options):
@@ -96,11 +89,6 @@ def schedule(workers, chunks=2):
     return make_schedule("1f1b", workers=workers, chunks=chunks)
 
 
-def given_in_parts(cluster, chunks):
-    model = Chain(2)
-    same(cluster, MicroBatches(X.chunk(chunks)), TARGET, model=model, chunks=chunks, plain=mse(model(X), TARGET))
-
-
 # Words of the message, what is refused, and all that it advises: functions of a cluster, or options of `step` and of `same`.
 DRIVERS = [
     ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), {}),
@@ -143,7 +131,7 @@ DRIVERS = [
     (
         "give one value for each micro-batch",
         lambda c: step(c, MicroBatches(X.split(2)), TARGET),
-        lambda c: given_in_parts(c, 3),
+        lambda c: same(c, MicroBatches(X.chunk(3)), TARGET, chunks=3, plain=(X, TARGET)),
     ),
     (
         "detach it, or make it a parameter",
@@ -208,29 +196,22 @@ OWN = [EveryOther()] * 2
 BY = torch.full((1, 8), 3.0, dtype=torch.float64)
 
 
-def scaled(by=BY, plain_by=None, **options):
+def scaled(by=BY, plain_by=BY, kind_of_model=Scales, **options):
     """Compares a step of a model that takes a factor, too: ``plain_by`` for the plain model."""
+    options["plain"] = X, plain_by, TARGET
+    return lambda cluster: same(cluster, X, by, TARGET, model=kind_of_model(lambda x: x), **options)
 
-    def compare(cluster):
-        model = Scales(lambda x: x)
-        wanted = mse(model(X, by if plain_by is None else plain_by), TARGET)
-        same(cluster, X, by, TARGET, model=model, plain=wanted, **options)
 
-    return compare
+class Two(Scales):
+    """Takes two factors."""
+
+    def forward(self, x, pair):
+        return super().forward(x, pair[0]) * pair[1].sum()
 
 
 def two_factors(pair):
     """Compares a step of a model that takes two factors, the same for all micro-batches."""
-
-    class Two(Scales):
-        def forward(self, x, pair):
-            return super().forward(x, pair[0]) * pair[1].sum()
-
-    def compare(cluster):
-        model = Two(lambda x: x)
-        same(cluster, X, pair, TARGET, model=model, plain=mse(model(X, PAIRS[0]), TARGET))
-
-    return compare
+    return scaled(pair, PAIRS[0], Two)
 
 
 def smoothed(chunks, reduction="mean"):
@@ -261,8 +242,8 @@ INPUTS = [
     ),
     (
         "a Replicate(), or MicroBatches(values, dim=None)",
-        scaled(MicroBatches([BY, BY]), BY),
-        scaled(MicroBatches([BY, BY], dim=None), BY),
+        scaled(MicroBatches([BY, BY])),
+        scaled(MicroBatches([BY, BY], dim=None)),
         scaled(chunk_spec=[None, Replicate()]),
     ),
     (
@@ -280,7 +261,7 @@ INPUTS = [
     (
         "every micro-batch is the whole mini-batch; give the whole value",
         scaled(MicroBatches(PARTS), WHOLE, **MASKED),
-        scaled(WHOLE, **MASKED),
+        scaled(WHOLE, WHOLE, **MASKED),
     ),
     (
         "it has no split(value, chunks); write that method",
@@ -309,8 +290,8 @@ INPUTS = [
     (
         "needs no spec, or TensorChunkSpec(dim)",
         lambda c: scaled(MicroBatches(X), X)(c),
-        scaled(X),
-        scaled(X, chunk_spec=[None, TensorChunkSpec(0)]),
+        scaled(X, X),
+        scaled(X, X, chunk_spec=[None, TensorChunkSpec(0)]),
     ),
     ("or a ChunkSpec of your own", {"chunk_spec": ["rows"]}, {"chunk_spec": OWN, **COUNTED}),
     (

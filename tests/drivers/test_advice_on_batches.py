@@ -245,7 +245,7 @@ ADVICE = [
     (
         "sequences first, and tags of their elements",
         tags,
-        "chunk_spec={'x': TensorChunkSpec(1), 'target': TensorChunkSpec(1)}",
+        "which is as long: chunk_spec={'x': TensorChunkSpec(1)}",
         [spec(tags, x=TensorChunkSpec(1), target=TensorChunkSpec(1)), whole(tags)],
     ),
     ("a nested tensor", strided, "layout=torch.jagged), or pad it", [ragged, padded]),

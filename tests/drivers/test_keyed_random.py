@@ -97,7 +97,6 @@ def trained(cluster, pipe, batch, schedule="1f1b", steps=2, chunks=CHUNKS, **opt
         losses.append(driver.run(chunks, *batch))
         update(optimizer)
     state = driver.state_dict()
-    driver.close()
     return losses, state
 
 
@@ -182,7 +181,6 @@ def test_shared_parameters(cluster, config):
         x = torch.arange(32.0).view(8, 4)
         loss = driver.run(CHUNKS, x, x)
         found = driver.gradients()
-        driver.close()
         return loss, *found.values()
 
     assert all(map(torch.equal, gradients(0), gradients(0, 1)))
@@ -191,9 +189,7 @@ def test_shared_parameters(cluster, config):
 def masks(cluster, pipe, **options):
     """What a dropout of ones gives in each micro-batch of a step."""
     driver = PipelineDriver1F1B(pipe, cluster, **options)
-    found = driver.run(CHUNKS, torch.ones(CHUNKS, 64)).chunk(CHUNKS)
-    driver.close()
-    return found
+    return driver.run(CHUNKS, torch.ones(CHUNKS, 64)).chunk(CHUNKS)
 
 
 def dropouts():
@@ -208,7 +204,6 @@ def test_seeds_steps_microbatches_and_operations_draw_different_numbers(cluster)
     assert differ([*masks(cluster, dropouts(), keyed_random=1), *masks(cluster, dropouts(), keyed_random=2)])
     driver = PipelineDriver1F1B(dropouts(), cluster)
     assert differ([driver.run(1, torch.ones(1, 64)) for _ in range(3)])
-    driver.close()
     same = nn.Dropout()
     twice = Pipe.from_sequential([same, lambda x: torch.cat([x, same(torch.ones_like(x))], 1)])
     with keyed_random(1):
@@ -235,7 +230,6 @@ def test_steps_in_between_that_do_not_train(cluster, batch):
                 with torch.no_grad():
                     others += [driver.run(CHUNKS, *batch) for _ in range(2)]
         state = driver.random_state
-        driver.close()
         return found, others, state
 
     (plain, _, state), (found, others, after) = losses(False), losses(True)
@@ -264,7 +258,6 @@ def test_a_run_goes_on_elsewhere(cluster, batch, tmp_path, by_checkpoint):
         assert second.run(CHUNKS, *batch) == loss
         update(other)
     assert second.random_state == {"seed": 7, "steps": 3, "evaluations": 0}
-    first.close()
 
 
 def test_a_step_that_failed_draws_the_same_when_it_is_repeated(cluster, batch):
@@ -286,8 +279,6 @@ def test_a_step_that_failed_draws_the_same_when_it_is_repeated(cluster, batch):
 def test_drivers_do_not_disturb_one_another(cluster, batch):
     one, other = (PipelineDriver1F1B(cut(2), cluster, keyed_random=seed) for seed in (7, 8))
     found = [(one.run(CHUNKS, *batch), other.run(CHUNKS, *batch)) for _ in range(2)]
-    one.close()
-    other.close()
     alone = PipelineDriver1F1B(cut(2), cluster, keyed_random=7)
     assert [alone.run(CHUNKS, *batch) for _ in range(2)] == [each for each, _ in found]
 
@@ -310,7 +301,6 @@ def test_layers_that_draw_from_python_and_numpy(cluster):
         pipe = pipeline(model, num_stages=1) if len(stages) == 1 else pipeline(model)
         driver = PipelineDriver1F1B(pipe, cluster, keyed_random=7)
         found = driver.run(CHUNKS, x)
-        driver.close()
         clear_split_points(model)
         wanted = found if wanted is None else wanted
         assert torch.equal(found, wanted)
@@ -327,9 +317,7 @@ def test_a_loss_that_draws(cluster, batch, single):
         driver = PipelineDriverFillDrain(
             pipe, cluster, keyed_random=7, loss_reduction="sum", single_loss=single, check=False
         )
-        found = [driver.run(CHUNKS, *batch) for _ in range(2)]
-        driver.close()
-        return found
+        return [driver.run(CHUNKS, *batch) for _ in range(2)]
 
     assert losses(1) == losses(1, 2, 3)
     assert len(set(losses(2))) == 2
@@ -366,7 +354,6 @@ def test_switched_off(cluster, batch):
     found = driver.run(CHUNKS, *batch)
     with pytest.raises(DriverError, match="made with keyed_random=False; make it without that"):
         driver.random_state = {"seed": 7, "steps": 1, "evaluations": 0}
-    driver.close()
     other = PipelineDriver1F1B(pipe, cluster, keyed_random=torch.initial_seed())
     assert other.run(CHUNKS, *batch) != found
 
@@ -377,7 +364,6 @@ def test_a_state_that_is_none(cluster, wrong):
     with pytest.raises(DriverError, match="give a dict of whole numbers with seed, steps, evaluations"):
         driver.random_state = wrong
     driver.random_state = driver.random_state
-    driver.close()
     with pytest.raises(DriverError, match="give a seed"):
         PipelineDriver1F1B(dropouts(), cluster, keyed_random=1.5)
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.batch.division import Division
-from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
+from pippy.drivers.driver.check.comparisons import computing_dtypes, floor_between
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
 from pippy.drivers.driver.check.origin import Origin, OriginSearch, by_place
-from pippy.drivers.driver.check.report import CheckReport, stage_of_call, stages_with
+from pippy.drivers.driver.check.report import CheckReport, stage_of_call, with_stages
 from pippy.drivers.driver.check.rows import WholeRows
-from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, rounded_otherwise, turned_numbers
-from pippy.drivers.driver.steps.results import LossAndOutputs, model_output
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs
+from pippy.drivers.driver.steps.results import LossAndOutputs
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
@@ -39,7 +39,7 @@ from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.base.readable import brief
 from pippy.ir.base.trees import tensors
 from pippy.ir.pipe import loss_of, model_of
-from pippy.ir.record.compiled import Compiled, is_getitem
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.random_state import untouched_random_state
 
 
@@ -133,9 +133,7 @@ class StepCheck:
         rows, how = WholeRows(self.division), HowWitnessed(self.trains, whole=True)
         with plain.with_numbers_of_workers():
             wanted = plain.step(rows.divided(1), how).numbers
-            again = rounded_otherwise(
-                plain, rows.divided(1), how, wanted, lambda: turned_numbers(plain, self.division, how)
-            )
+            again = plain.rounded_otherwise(rows, how, wanted)
         try:
             numbers, weights, stale = self._on_workers(optimizers, outputs=True)
         except MicrobatchError as error:  # outputs that need a spec
@@ -143,10 +141,12 @@ class StepCheck:
             wanted = {key: each for key, each in wanted.items() if key[0] != "output"}
             numbers, weights, stale = self._on_workers(optimizers, outputs=False)
         wanted = {key: each for key, each in wanted.items() if self._is_compared(key)}
-        comparison = Comparison(wanted, again, self._floor(plain))
+        device = self.driver.cluster.device_type
+        floor = floor_between(computing_dtypes(self.compiled, self.division, device), device, plain)
+        comparison = Comparison(wanted, again, floor)
         if optimizers:
             comparison = self._with_updates(comparison, optimizers, before, numbers)
-        differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
+        differences = [*stale, *with_stages(self.placed, comparison.differences(numbers))]
         origin = self._origin(differences, weights, before, comparison.floor) if differences else None
         return CheckReport(
             self.division.chunks,
@@ -189,14 +189,6 @@ class StepCheck:
     def _is_compared(self, key: ComparedKey) -> bool:
         kind, name = key
         return kind in ("loss", "output") or (name in self.names and name not in self.uncompared)
-
-    def _floor(self, plain: Witness) -> float:
-        """The least tolerance of the dtypes that compute."""
-        held = [each.dtype for _, each in plain.named_state()]
-        held += [each.dtype for name in self.division.arguments for each in self.division.whole(name)]
-        if torch.is_autocast_enabled(plain.device.type):
-            held.append(torch.get_autocast_dtype(plain.device.type))
-        return floor_of(*held)
 
     def _with_updates(
         self,
@@ -244,22 +236,6 @@ class StepCheck:
 
     def _worker(self, worker: int) -> str:
         return self.driver.cluster.workers[worker]
-
-    def _stage(self, difference: Difference) -> str:
-        """The stage of a tensor: the one that has the parameter or buffer, or that makes the output or the loss."""
-        if difference.kind == "loss" and self.compiled.loss is not None:
-            nodes = self.compiled.split_gm.graph.nodes
-            return self._maker(next(node for node in nodes if node.name == self.compiled.loss.value))
-        if difference.kind == "output":
-            return self._maker(_at(model_output(self.compiled), difference.name, "output"))
-        return stages_with(self.placed, difference.name)
-
-    def _maker(self, node: Any) -> str:
-        """The stage that makes a value of the graph."""
-        while isinstance(node, fx.Node) and is_getitem(node):
-            node = node.args[0]
-        is_made = isinstance(node, fx.Node) and node.op == "call_module"
-        return stage_of_call(self.placed, str(node.target)) if is_made else ""
 
     def _origin(
         self,
@@ -379,11 +355,3 @@ def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
     after = after.detach().cpu()
     size, update = float(after.abs().max()), float((after - before.to(after.dtype)).abs().max())
     return 4 * torch.finfo(after.dtype).eps + (floor_of(after.dtype) * update / size if size else 0.0)
-
-
-def _at(value: Any, path: str, here: str) -> Any:
-    """The item of ``value`` at a path, or the item that contains it."""
-    for inner, item in items_with_paths(value, here) or ():
-        if path.startswith(inner):
-            return _at(item, path, inner)
-    return value

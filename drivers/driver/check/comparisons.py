@@ -1,12 +1,10 @@
-"""Compares the pipeline with its witness, within a `Budget`: on a few rows, in two uneven micro-batches, cut in two places.
+"""Compares the pipeline with its witness, within a `Budget`: on a few rows, or on all of them by the program of the step.
 
 the witness     the user's model on all of these rows    or, where no process holds it, the pipeline on all of them
-begun           two micro-batches
-by              two micro-batches                        with another reduction
-measured        the witness in 64 bits, or rows turned   if differences may be rounding, or a buffer changes once in a step
-elsewhere       two other micro-batches                  as the first two may agree by chance
+the trial       the workers, in micro-batches
+again           the witness in 64 bits, or rows turned   if there are differences, which may be rounding
 
-`WholeStep` compares a step of a driver, by its own program and on all of its rows.
+`Comparisons.cuts` cuts a few rows into two uneven micro-batches in two places: the first two may agree by chance.
 """
 
 import math
@@ -24,15 +22,15 @@ from pippy.drivers.base.free_memory import free_bytes
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.compare.tolerance import ACROSS, LEAST, NARROW, digest, floor_of
-from pippy.drivers.compare.trial_notes import TrialNotes
-from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference, Numbers
-from pippy.drivers.driver.check.rows import TriedRows, WholeRows
-from pippy.drivers.driver.check.trial_steps import BufferPlaces, HowTried, TrialSteps, Tried
-from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep, rounded_otherwise, turned_numbers
+from pippy.drivers.driver.check.differences import ComparedKey, Comparison, Difference, Numbers
+from pippy.drivers.driver.check.rows import CannotCompare, TriedRows, WholeRows
+from pippy.drivers.driver.check.trial_steps import HowTried, TrialSteps, Tried
+from pippy.drivers.driver.check.witness import HowWitnessed, Witness, WitnessStep
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.readable import brief
+from pippy.ir.record.compiled import Compiled
 
 SECONDS = 2.0
 _PART = 0.5  # of the free memory
@@ -99,24 +97,17 @@ class LossReduction:
     single: bool = False
 
 
-class Unlike(Exception):
-    """Raised if nothing can be compared. The message says why."""
-
-
 @dataclass(frozen=True)
-class RowComparison:
-    """The comparison of some rows: the right numbers and their tolerances, the pipeline's, and what the model asks.
-
-    ``elsewhere`` is the comparison of two other micro-batches; it is made if the first two agree.
-    """
+class Compared:
+    """Rows of which a trial was compared with the witness: what the witness has ``found``, the ``right`` numbers and their
+    tolerances, and the pipeline's ``numbers``."""
 
     rows: TriedRows
     reduction: LossReduction
+    found: WitnessStep
     right: Comparison
     numbers: Numbers
-    parts: Tried
-    asked: TrialNotes
-    elsewhere: "RowComparison | None" = None
+    trial: Tried
 
     @property
     def loss(self) -> float:
@@ -131,29 +122,12 @@ class RowComparison:
     @cached_property
     def differences(self) -> list[Difference]:
         """The differences, the worst first."""
-        disagreeing = [Difference("buffer", name, math.inf, 0.0) for name in sorted(self.parts.disagreeing)]
+        disagreeing = [Difference("buffer", name, math.inf, 0.0) for name in sorted(self.trial.disagreeing)]
         return disagreeing + self.right.differences(self.numbers)
-
-    @property
-    def agrees(self) -> bool:
-        return self.wrong is None
-
-    @property
-    def wrong(self) -> "RowComparison | None":
-        """The comparison that does not agree, of this one and that of two other micro-batches; None if both agree."""
-        if self.differences:
-            return self
-        return None if self.elsewhere is None else self.elsewhere.wrong
-
-    def both(self) -> "Iterator[RowComparison]":
-        """This comparison, and that of two other micro-batches if there is one."""
-        yield self
-        if self.elsewhere is not None:
-            yield self.elsewhere
 
     def misses(self, weights: Sequence[float]) -> float:
         """How far the losses of micro-batches with these weights are from the loss of the whole; 0 if that is rounding."""
-        total = sum(weight * loss for weight, loss in zip(weights, self.parts.losses) if weight)
+        total = sum(weight * loss for weight, loss in zip(weights, self.trial.losses) if weight)
         off, allowed = abs(total - self.loss), self.right.allowed(("loss", ""))
         return 0.0 if off <= allowed else off / max(abs(self.loss), allowed)
 
@@ -166,11 +140,13 @@ class Comparisons:
         self.narrow = False  # whether the model computes in 16 bits alone: it cannot in 32
         self.follow: frozenset[Any] = frozenset()  # buffers that change once in a step
         self.cost: Cost | None = None
-        self._witnessed: dict[Any, tuple[TriedRows, WitnessStep]] = {}
+        self._witnessed: dict[Any, WitnessStep] = {}
+        self._compared: dict[Any, Compared] = {}
 
     def forget(self) -> None:
-        """Drop the numbers of the witness."""
+        """Drop all numbers."""
         self._witnessed.clear()
+        self._compared.clear()
 
     def weights(self, division: Division, reduction: LossReduction) -> tuple[float, ...]:
         """The weights of micro-batches' losses."""
@@ -178,30 +154,152 @@ class Comparisons:
             return (1.0,) * division.chunks
         return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, reduction.how)
 
-    def counting(self, rows: TriedRows, reduction: LossReduction) -> TriedRows:
+    # Rows in micro-batches
+
+    def cuts(self, rows: TriedRows, reduction: LossReduction) -> list[Compared]:
+        """Compare the rows in two micro-batches; and if these agree, cut in another place."""
+        first = self.of_rows(rows, reduction)
+        if first.differences or sum(first.rows.sizes) == 2:
+            return [first]
+        return [first, self.of_rows(first.rows.cut_elsewhere(), reduction)]
+
+    def fit(self, every: Sequence[TriedRows], reduction: LossReduction) -> bool:
+        """Whether all these sets of rows agree with this reduction."""
+        try:
+            return not any(each.differences for rows in every for each in self.cuts(rows, reduction))
+        except (CannotCompare, PippyError):
+            return False
+
+    def of_rows(self, rows: TriedRows, reduction: LossReduction, chunks: int = 2) -> Compared:
+        """Compare the rows once, with the witness's on all of them. Raises `CannotCompare` if one side cannot compute them."""
+        if self._is_wide(rows.division):
+            try:
+                return self._of_rows(rows, reduction, chunks)
+            except CannotCompare:
+                self.narrow = True
+        return self._of_rows(rows, reduction, chunks)
+
+    def _of_rows(self, rows: TriedRows, reduction: LossReduction, chunks: int) -> Compared:
+        rows = self._counting(rows, reduction) if chunks > 1 else rows
+        weights = self.weights(rows.divided(chunks), reduction) if chunks > 1 else (1.0,)
+        is_wide = self._is_wide(rows.division)
+        key = rows.key, rows.sizes, weights, reduction.single, is_wide
+        if key not in self._compared:
+            found = self._witness_of(rows, reduction.single, is_wide)
+            self._compared[key] = self._compare(
+                (rows, reduction, found),
+                lambda: self._trial(rows, reduction, weights),
+                lambda: self._again(rows, reduction.single, found.numbers, is_wide),
+                is_wide,
+            )
+        known = self._compared[key]
+        return known if known.reduction == reduction else replace(known, reduction=reduction)
+
+    def _counting(self, rows: TriedRows, reduction: LossReduction) -> TriedRows:
         """The rows in an order in which both micro-batches have a weight, if there is one; else nothing would be compared."""
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
         return next((each for each in turned if all(self.weights(each.divided(2), reduction))), rows)
 
-    def begun(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
-        """Compare once. Raises `Unlike` if there is nothing to compare."""
-        if self._is_wide(rows.division):
+    def draws(self, compared: Compared) -> bool:
+        """Whether the same rows give other numbers when they are computed again, on the workers."""
+        given = compared.rows, compared.reduction, compared.trial.weights
+        once, again = self._trial(*given), self._trial(*given, number=1)
+        return bool(replace(compared.right, plain=once.numbers).differences(again.numbers))
+
+    def _trial(self, rows: TriedRows, reduction: LossReduction, weights: tuple[float, ...], number: int = 0) -> Tried:
+        """Run the rows on the workers. Raises `CannotCompare` if they cannot be computed."""
+        wide = self._is_wide(rows.division)
+        written = self._witness_of(rows, reduction.single, wide).written
+        how = HowTried(False, reduction.single, wide, number, written, self.follow)
+        with self._surroundings(wide), _cannot("a part of the rows cannot be computed alone"):
+            return self.trials.run(rows.divided(min(2, len(weights))), weights, how)
+
+    def _witness_of(self, rows: TriedRows, single: bool, wide: bool, turned: bool = False) -> WitnessStep:
+        """The right numbers of some rows, which are computed once; with other rounding if the rows are ``turned``."""
+        key = rows.key, turned, wide
+        if key not in self._witnessed:
+            with self._surroundings(wide), _cannot("a few of the rows cannot be computed alone"):
+                self._witnessed[key] = self._computed(rows.divided(1, turned=turned), single, wide, watch=not turned)
+        return self._witnessed[key]
+
+    def _computed(self, division: Division, single: bool, wide: bool, watch: bool) -> WitnessStep:
+        if self.witness is not None:
+            return self._measured_step(self.witness, division, replace(self._how(wide), watch=watch))
+        weights = self.weights(division, LossReduction(None, single))
+        tried = self.trials.run(division, weights, HowTried(watch=watch, single_loss=single, wide=wide))
+        return WitnessStep(dict(tried.numbers), frozenset(), tried.asked)
+
+    def _how(self, wide: bool) -> HowWitnessed:
+        return HowWitnessed(wide=torch.float32 if wide else None, hooks=self.trials.calls_hooks)
+
+    def _again(self, rows: TriedRows, single: bool, right: Numbers, wide: bool) -> Numbers:
+        """The right numbers with other rounding."""
+        if self.witness is None:
+            return self._witness_of(rows, single, wide, turned=True).numbers
+        with self._surroundings(wide), _cannot("a few of the rows cannot be computed alone"):
+            return self.witness.rounded_otherwise(rows, self._how(wide), right)
+
+    def _measured_step(self, witness: Witness, division: Division, how: HowWitnessed) -> WitnessStep:
+        """A step of the witness. What the first one costs is noted."""
+        if self.cost is not None:
+            return witness.step(division, how)
+        started, live = time.perf_counter(), LiveStorages()
+        with live:
+            step = witness.step(division, how)
+        self.cost = Cost(division.rows or 1, time.perf_counter() - started, live.most)
+        return step
+
+    # The whole mini-batch
+
+    def whole(self, division: Division, run: RunWhole, reduction: LossReduction) -> Compared:
+        """Compare all rows, by the step's own program. Raises `CannotCompare` if the plain model cannot run the step.
+
+        Where the model cannot run all rows at once, or they cannot be put together, it runs micro-batch after micro-batch, as
+        one does without a pipeline.
+        """
+        witness, rows, how = self.witness, WholeRows(division), HowWitnessed()
+        assert witness is not None
+        try:
+            found = witness.step(rows.divided(1), how)
+        except Exception as error:
             try:
-                return self._begun(rows, reduction)
-            except Unlike:
-                self.narrow = True
-        return self._begun(rows, reduction)
+                how = HowWitnessed(weights=self.weights(division, reduction))
+                found = witness.step(division, how)
+            except Exception:
+                run(division, frozenset(), self.follow)  # raises what a worker says of it, if its call fails, too
+                why = error if isinstance(error, DriverError) else f"{type(error).__name__}: {error}"
+                raise CannotCompare(f"the plain model cannot run this step: {why}") from error
+        return self._compare(
+            (rows, reduction, found),
+            lambda: run(division, found.written, self.follow),
+            lambda: witness.rounded_otherwise(rows, how, found.numbers),
+            is_wide=False,
+        )
 
-    def _begun(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
-        rows = self.counting(rows, reduction)
-        return self._row(rows, reduction, self._tried(rows, reduction))
+    # Numbers, and tolerances
 
-    def _row(self, rows: TriedRows, reduction: LossReduction, parts: Tried, noise: bool = False) -> RowComparison:
-        found, floor = self.witnessed(rows, reduction), self.floor(rows.division)
-        again = self._again(rows, reduction, found.numbers) if noise else {}
-        plain, numbers = self.beside(found.numbers, parts.numbers)
-        right = Comparison(plain, again, floor, self.floor(rows.division, least=0.0))
-        return RowComparison(rows, reduction, right, numbers, parts, found.asked)
+    def _compare(
+        self,
+        given: tuple[TriedRows, LossReduction, WitnessStep],
+        run: Callable[[], Tried],
+        again: Callable[[], Numbers],
+        is_wide: bool,
+    ) -> Compared:
+        """Compare a trial with the witness, and once more if a buffer may change once in a step. Rounding is measured only if
+        there are differences."""
+        rows, _, found = given
+        floor = self._floor(rows.division, is_wide)
+
+        def beside(trial: Tried) -> Compared:
+            plain, numbers = self.beside(found.numbers, trial.numbers)
+            return Compared(*given, Comparison(plain, {}, max(LEAST, floor), floor), numbers, trial)
+
+        compared = beside(run())
+        if self._follows_more(compared):
+            compared = beside(run())
+        if not compared.differences:
+            return compared
+        return replace(compared, right=replace(compared.right, again=again()))
 
     def beside(self, plain: Numbers, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """The right numbers and the pipeline's. A buffer that only one side has changed is unchanged on the other."""
@@ -221,118 +319,19 @@ class Comparisons:
             {key: each for key, each in numbers.items() if is_compared(key)},
         )
 
-    def by(self, comparison: RowComparison, reduction: LossReduction) -> RowComparison:
-        """The comparison with another reduction."""
-        return self._row(comparison.rows, reduction, self._tried(comparison.rows, reduction))
-
-    def measured(self, comparison: RowComparison) -> RowComparison:
-        """The comparison with measured rounding. Rounding is measured only if it may explain the differences."""
-        off = Apart.of(comparison.right.plain["loss", ""], comparison.parts.numbers["loss", ""])
-        if comparison.agrees or (off.share > 1e-2 and "buffer" not in comparison.kinds):
-            return comparison
-        rows, reduction, parts = comparison.rows, comparison.reduction, comparison.parts
-        if self.follows_more(comparison.differences, parts.places):
-            parts = self._tried(rows, reduction)
-        return self._row(rows, reduction, parts, noise=True)
-
-    def follows_more(self, differences: Sequence[Difference], places: BufferPlaces) -> bool:
+    def _follows_more(self, compared: Compared) -> bool:
         """Have the buffers that differ change once in a step from now on; whether there are more of them now."""
-        names = {each.name for each in differences if each.kind == "buffer"}
-        more = {place for name in names for place in places.get(name, ())} - self.follow
+        names = {each.name for each in compared.differences if each.kind == "buffer"}
+        more = {place for name in names for place in compared.trial.places.get(name, ())} - self.follow
         self.follow |= more
         return bool(more)
 
-    def cut_elsewhere(self, comparison: RowComparison) -> RowComparison:
-        """Compare two other micro-batches too, if the first two agree."""
-        if not comparison.agrees or sum(comparison.rows.sizes) == 2:
-            return comparison
-        rows = self.counting(comparison.rows.cut_elsewhere(), comparison.reduction)
-        other = self._row(rows, comparison.reduction, self._tried(rows, comparison.reduction))
-        return replace(comparison, elsewhere=self.measured(other))
-
-    def compared(self, rows: TriedRows, reduction: LossReduction) -> RowComparison:
-        """Compare the rows, cut in two places."""
-        return self.cut_elsewhere(self.measured(self.begun(rows, reduction)))
-
-    def fit(self, every: Sequence[TriedRows], reduction: LossReduction) -> bool:
-        """Whether all these sets of rows agree with this reduction."""
-        try:
-            return all(self.compared(rows, reduction).agrees for rows in every)
-        except (Unlike, PippyError):
-            return False
-
-    def draws(self, comparison: RowComparison) -> bool:
-        """Whether the same rows give other numbers when they are computed again, on the workers."""
-        rows, reduction = comparison.rows, comparison.reduction
-        once, again = self._tried(rows, reduction), self._tried(rows, reduction, number=1)
-        return bool(replace(comparison.right, plain=once.numbers).differences(again.numbers))
-
-    def follows(self, rows: TriedRows) -> RowComparison:
-        """The comparison of rows that are not cut: whether the stages compute what the witness does."""
-        rows, reduction = rows.in_this_order(), LossReduction(None)
-        return self._row(rows, reduction, self._tried(rows, reduction, chunks=1), noise=True)
-
-    def witnessed(self, rows: TriedRows, reduction: LossReduction, turned: bool = False) -> WitnessStep:
-        """The right numbers of some rows. They are computed once: another order of the rows changes rounding alone."""
-        wide = self._is_wide(rows.division)
-        order = tuple(rows.order) if reduction.single else ()  # one loss over all rows may depend on it
-        key = (rows.key, order, turned, wide)
-        if key not in self._witnessed:
-            self._witnessed[key] = rows, self._witness(rows, reduction, turned, wide)
-        return self._witnessed[key][1]
-
-    def _again(self, rows: TriedRows, reduction: LossReduction, right: Numbers) -> Numbers:
-        """The right numbers with other rounding."""
-
-        def turned() -> Numbers:
-            return self.witnessed(rows, reduction, turned=True).numbers
-
-        if self.witness is None:
-            return turned()
-        how = HowWitnessed(hooks=self.trials.calls_hooks)
-        return rounded_otherwise(self.witness, rows.divided(1), how, right, turned)
-
-    def _witness(self, rows: TriedRows, reduction: LossReduction, turned: bool, wide: bool) -> WitnessStep:
-        with self._surroundings(wide), _unlike("a few of the rows cannot be computed alone"):
-            if self.witness is not None:
-                how = HowWitnessed(
-                    watch=not turned, wide=torch.float32 if wide else None, hooks=self.trials.calls_hooks
-                )
-                return self._measured_step(self.witness, rows.divided(1, turned=turned), how)
-            division = rows.divided(1, turned=turned)
-            how_tried = HowTried(watch=not turned, single_loss=reduction.single, wide=wide)
-            tried = self.trials.run(division, self.weights(division, reduction), how_tried)
-            return WitnessStep(dict(tried.numbers), frozenset(), tried.asked)
-
-    def _measured_step(self, witness: Witness, division: Division, how: HowWitnessed) -> WitnessStep:
-        """A step of the witness. What the first one costs is noted."""
-        if self.cost is not None:
-            return witness.step(division, how)
-        started, live = time.perf_counter(), LiveStorages()
-        with live:
-            step = witness.step(division, how)
-        self.cost = Cost(division.rows or 1, time.perf_counter() - started, live.most)
-        return step
-
-    def _tried(self, rows: TriedRows, reduction: LossReduction, number: int = 0, chunks: int = 2) -> Tried:
-        """Run the rows as two micro-batches. Raises `Unlike` if they cannot be computed."""
-        division, wide = rows.divided(chunks), self._is_wide(rows.division)
-        written = self.witnessed(rows, reduction).written
-        how = HowTried(False, reduction.single, wide, number, written, self.follow)
-        weights = self.weights(division, reduction) if chunks > 1 else (1.0,)
-        with self._surroundings(wide), _unlike("a part of the rows cannot be computed alone"):
-            return self.trials.run(division, weights, how)
-
-    # 16 bits, and tolerances
-
     def _is_wide(self, division: Division) -> bool:
         """Whether a trial computes in 32 bits what the step computes in 16."""
-        return not self.narrow and (self._casts() is not None or any(each in NARROW for each in self._dtypes(division)))
+        return not self.narrow and any(each in NARROW for each in self._dtypes(division))
 
-    def _casts(self) -> torch.dtype | None:
-        """The dtype of autocast, if it is on."""
-        device = self.trials.device_type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    def _dtypes(self, division: Division) -> list[torch.dtype]:
+        return computing_dtypes(self.compiled, division, self.trials.device_type)
 
     @contextmanager
     def _surroundings(self, wide: bool) -> Iterator[None]:
@@ -342,84 +341,33 @@ class Comparisons:
                 stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _dtypes(self, division: Division) -> list[torch.dtype]:
-        stages = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
-        return stages + [each.dtype for name in division.arguments for each in division.whole(name)]
-
-    def floor(self, division: Division, least: float = LEAST, wide: bool = True) -> float:
-        """The least tolerance for the dtypes that compute: of a trial of a few rows, or not ``wide``, of the step."""
-        casts, dtypes = self._casts(), self._dtypes(division)
-        dtypes += [] if casts is None else [casts]
-        if wide and self._is_wide(division):
-            dtypes = [torch.float32 if each in NARROW else each for each in dtypes]
-        elsewhere = self.witness is not None and self.witness.device.type != self.trials.device_type
-        return max(least, floor_of(*dtypes), ACROSS if elsewhere else 0.0)
+    def _floor(self, division: Division, is_wide: bool) -> float:
+        """The least tolerance. A model that is ``is_wide`` computes in 32 bits at least."""
+        dtypes = [torch.float32 if is_wide and each in NARROW else each for each in self._dtypes(division)]
+        return floor_between(dtypes, self.trials.device_type, self.witness)
 
 
-@dataclass(frozen=True)
-class WholeStep:
-    """The right numbers of a step with their tolerances, and the pipeline's."""
-
-    right: Comparison
-    numbers: Numbers
-    trial: Tried
-
-    @classmethod
-    def of(cls, comparisons: Comparisons, division: Division, run: RunWhole) -> "WholeStep":
-        """Run both. Raises `Unlike` if the plain model cannot run the step."""
-        witnessed, trial, how = _witnessed(comparisons, division, run)
-        plain, numbers = comparisons.beside(witnessed.numbers, trial.numbers)
-        floors = comparisons.floor(division, wide=False), comparisons.floor(division, wide=False, least=0.0)
-        whole = cls(Comparison(plain, {}, *floors), numbers, trial)
-        if not whole.differences:
-            return whole
-        witness, rows = comparisons.witness, WholeRows(division)
-        assert witness is not None
-        again = rounded_otherwise(
-            witness,
-            rows.divided(1) if how.weights is None else division,
-            how,
-            witnessed.numbers,
-            lambda: turned_numbers(witness, division, HowWitnessed()) if how.weights is None else {},
-        )
-        return replace(whole, right=replace(whole.right, again=again))
-
-    @cached_property
-    def differences(self) -> list[Difference]:
-        """The differences, the worst first."""
-        return self.right.differences(self.numbers)
+def computing_dtypes(compiled: Compiled, division: Division, device_type: str) -> list[torch.dtype]:
+    """The dtypes that compute: of parameters, of what is given, and of autocast, if it is on."""
+    found = [each.dtype for _, stage in compiled.stages() for each in stage.parameters()]
+    found += [each.dtype for name in division.arguments for each in division.whole(name)]
+    return [*found, torch.get_autocast_dtype(device_type)] if torch.is_autocast_enabled(device_type) else found
 
 
-def _witnessed(comparisons: Comparisons, division: Division, run: RunWhole) -> tuple[WitnessStep, Tried, HowWitnessed]:
-    """The step of the witness and of the workers, and how the witness ran it. Where the model cannot run all rows at once, or
-    they cannot be put together, it runs micro-batch after micro-batch, as one does without a pipeline."""
-    witness, rows, how = comparisons.witness, WholeRows(division), HowWitnessed()
-    assert witness is not None
-    found: WitnessStep | Exception
-    try:
-        found = witness.step(rows.divided(1), how)
-    except Exception as error:
-        found = error
-    written = frozenset[str]() if isinstance(found, Exception) else found.written
-    trial = run(division, written, comparisons.follow)
-    if not isinstance(found, Exception):
-        return found, trial, how
-    try:
-        how = HowWitnessed(weights=trial.weights)
-        return witness.step(division, how), trial, how
-    except Exception as error:
-        why = found if isinstance(found, DriverError) else f"{type(found).__name__}: {found}"
-        raise Unlike(f"the plain model cannot run this step: {why}") from error
+def floor_between(dtypes: Sequence[torch.dtype], device_type: str, witness: Witness | None) -> float:
+    """The least tolerance between workers and their witness, which may compute on another kind of device."""
+    elsewhere = witness is not None and witness.device.type != device_type
+    return max(floor_of(*dtypes), ACROSS if elsewhere else 0.0)
 
 
 @contextmanager
-def _unlike(what: str) -> Iterator[None]:
-    """Raise `Unlike` for what a model, or a worker, raises."""
+def _cannot(what: str) -> Iterator[None]:
+    """Raise `CannotCompare` for what a model, or a worker, raises."""
     try:
         yield
-    except (ClusterError, Unlike):
+    except (ClusterError, CannotCompare):
         raise
     except Exception as error:
-        raise Unlike(
+        raise CannotCompare(
             f"{what}: {error if isinstance(error, PippyError) else f'{type(error).__name__}: {error}'}"
         ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.compare.tolerance import Tolerance
+from pippy.drivers.compare.tolerance import tolerance_of
 from pippy.ir.base.trees import is_sparse
 
 COMPARED_KINDS = ("loss", "output", "gradient", "buffer", "parameter")
@@ -139,7 +139,7 @@ class Comparison:
             return 0.0
         noise = Apart.of(wanted, self.again[key]).off if key in self.again else 0.0
         floor = self.of_buffers if key[0] == "buffer" else self.floor
-        return Tolerance(size, noise, self._largest(key), floor).allowed
+        return tolerance_of(size, noise, self._largest(key), floor)
 
     def _largest(self, key: ComparedKey) -> float:
         """The largest element of all tensors of a kind. A gradient that should be 0 is compared with it."""

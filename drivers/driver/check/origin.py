@@ -120,19 +120,16 @@ class OriginSearch:
         return None
 
     def _fault(self, work: Work, here: SeenCall, seen: SeenCall) -> str | None:
+        of = f"of micro-batch {here.microbatch}"
         taken = zip(work.takes, _items(here.takes), _items(seen.takes), strict=True)
         wrong = [name for name, mine, its in taken if not _same(mine, its, self.floor)]
-        if wrong and work.phase == "B":
-            return f"the gradients that it got for micro-batch {here.microbatch} are not what was given for it"
         if wrong:
-            makers = (stage_name(each.stage) for each in self.works if each.phase == "F" and wrong[0] in each.gives)
-            return f"micro-batch {here.microbatch} got another value than {next(makers, 'the call')} gave: {wrong[0]}"
+            return f"what it got {of} is not what was given for it: {wrong[0]}"
         given = zip(work.gives, _given(work, here), seen.gives, strict=True)
         if all(name is None or _same(mine, its, self.floor) for name, mine, its in given):
             return None
-        if work.phase == "B":
-            return f"from the same gradients, it gives others for micro-batch {here.microbatch} than here"
-        return f"on the same inputs, its outputs for micro-batch {here.microbatch} are not what it gives here"
+        what = "gradients, it gives others" if work.phase == "B" else "inputs, it gives other outputs"
+        return f"from the same {what} {of} than here"
 
     @torch.no_grad()
     def _of_rows(self) -> Origin | None:
@@ -184,40 +181,32 @@ def by_place(differences: Sequence[Difference]) -> Origin:
     return Origin(worst.stage, what)
 
 
-@dataclass
-class _Call:
-    """One call of a module: digests of what it takes and gives, and of the gradients of what it gives."""
-
-    takes: list[torch.Tensor]
-    gives: list[torch.Tensor]
-    gradients: dict[int, torch.Tensor | None]
-
-
 def where_lost(witness: Witness, division: Division, floor: float) -> Origin | None:
     """Where the stages lose what the model computes for these rows, which are one micro-batch; None if that cannot be seen."""
     compiled = witness.compiled
     modules = {module: (stage, name) for stage, name, module in _called(compiled)}
     try:
-        plain = _calls(modules, lambda: witness.step(division, HowWitnessed()))
+        plain = _noted(modules, lambda: witness.step(division, HowWitnessed()))
         inputs = {name: division.take(name, 0) for name in division.arguments}
         with witness.aside(hooks=True):
-            stages = _calls(modules, lambda: run_reference(compiled, inputs))
+            stages = _noted(modules, lambda: run_reference(compiled, inputs))
     except Exception:  # an error that explains another one must not hide it
         return None
+    forward = [each for each in stages if each[2] != _GRADIENT]
+    backward = [each for each in (*plain, *stages) if each[2] == _GRADIENT]
     before = ""
-    for key, call in stages.items():
-        (stage, shown), wanted = modules[key[0]], plain.get(key)
-        if wanted is None or not _same(wanted.takes, call.takes, floor):
-            behind = f", behind {before}" if before else ""
-            return Origin(stage, f"what {shown} takes is not what it takes in the model{behind}")
-        if not _same(wanted.gives, call.gives, floor):
-            return Origin(stage, f"from the same inputs, {shown} gives something else than in the model")
-        before = shown
-    for key, call in reversed(stages.items()):
+    for key in dict.fromkeys([*forward, *backward]):
         stage, shown = modules[key[0]]
-        if not _same(plain[key].gradients, call.gradients, floor):
-            return Origin(stage, f"the gradient that reaches {shown} is not the model's")
+        if not _same(plain.get(key), stages.get(key), floor):
+            behind = f", behind {before}" if before and key[2] == _TAKES else ""
+            return Origin(stage, key[2].format(shown=shown) + behind)
+        before = shown
     return None
+
+
+_TAKES = "what {shown} takes is not what it takes in the model"
+_GIVES = "from the same inputs, {shown} gives something else than in the model"
+_GRADIENT = "the gradient that reaches {shown} is not the model's"
 
 
 def _called(compiled: Compiled) -> Iterator[tuple[str, str, nn.Module]]:
@@ -228,20 +217,21 @@ def _called(compiled: Compiled) -> Iterator[tuple[str, str, nn.Module]]:
             yield stage, f"{name!r} ({type(called).__name__})", called
 
 
-def _calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[tuple[nn.Module, int], _Call]:
-    """What calls of these modules take and give while something runs, in their order, by the module and the number of the
-    call."""
-    calls: dict[tuple[nn.Module, int], _Call] = {}
+def _noted(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[tuple[nn.Module, int, str, int], Any]:
+    """Digests of what calls of these modules take and give while something runs, and of the gradients of what they give. In
+    their order, by the module, the number of the call, the text for a fault, and the number of the tensor."""
+    noted: dict[tuple[nn.Module, int, str, int], Any] = {}
     counts: Counter[nn.Module] = Counter()
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        taken, given = list(tensors((args, kwargs))), list(tensors(output))
-        call = _Call([*map(digest, taken)], [*map(digest, given)], dict.fromkeys(range(len(given))))
-        calls[module, counts[module]] = call
+        call, given = (module, counts[module]), list(tensors(output))
         counts[module] += 1
+        noted[*call, _TAKES, 0] = [*map(digest, tensors((args, kwargs)))]
+        noted[*call, _GIVES, 0] = [*map(digest, given)]
         for at, each in enumerate(given):
             if each.requires_grad:
-                each.register_hook(lambda gradient, at=at: call.gradients.update({at: digest(gradient)}))
+                key = *call, _GRADIENT, at
+                each.register_hook(lambda gradient, key=key: noted.update({key: digest(gradient)}))
 
     handles = [each.register_forward_hook(note, with_kwargs=True) for each in modules]
     try:
@@ -249,7 +239,7 @@ def _calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[tuple[n
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return noted
 
 
 def _same(one: Any, other: Any, floor: float) -> bool:

@@ -6,19 +6,24 @@ losses, and all other differences.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
 
 from pippy.drivers.batch.loss_weights import reduction_of
+from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.trial_notes import ComputedChoice
-from pippy.drivers.driver.check.comparisons import RowComparison
+from pippy.drivers.driver.check.comparisons import Compared
 from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
 from pippy.drivers.driver.check.rows import TriedRows, WholeRows
+from pippy.drivers.driver.steps.results import model_output
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.ir.base.errors import NameLookupError
 from pippy.ir.base.names import LOSS, stage_name
 from pippy.ir.base.readable import count_with_noun, listed, shortened, text_table
-from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.compiled import Compiled, is_getitem
 
 _IN_ERRORS = 5  # differences, and sizes of micro-batches
 
@@ -51,19 +56,19 @@ UNEQUAL_CHOICE = (
 )
 
 
-def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: RowComparison, is_cut: bool = True) -> str:
+def disagreement(compiled: Compiled, placed: PlacedPipe, comparison: Compared, is_cut: bool = True) -> str:
     """The beginning of an error, which is followed by advice."""
     rows = comparison.rows
     text = f"{_rows_of(rows, is_cut)} The numbers differ, so the step would not be the plain model's. "
     kind = _spelled(compiled, comparison)
     if not is_cut:
-        text += f"The loss is {comparison.parts.loss:.6g}, and the plain model's {comparison.loss:.6g}. "
+        text += f"The loss is {comparison.trial.loss:.6g}, and the plain model's {comparison.loss:.6g}. "
     elif "loss" in comparison.kinds:
-        parts = listed([f"{loss:.6g}" for loss in comparison.parts.losses[:_IN_ERRORS]])
-        more = ", ..." if len(comparison.parts.losses) > _IN_ERRORS else ""
+        parts = listed([f"{loss:.6g}" for loss in comparison.trial.losses[:_IN_ERRORS]])
+        more = ", ..." if len(comparison.trial.losses) > _IN_ERRORS else ""
         text += (
             f"The losses of the micro-batches added up as {kind} are not the loss of the whole: they are {parts}{more}, "
-            f"together {comparison.parts.loss:.6g}, and the loss of the whole is {comparison.loss:.6g}. "
+            f"together {comparison.trial.loss:.6g}, and the loss of the whole is {comparison.loss:.6g}. "
         )
     else:
         text += f"The losses of the micro-batches add up as {kind}, but these do not: "
@@ -81,7 +86,35 @@ def _lines_of(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
     return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
 
 
-def stages_with(placed: PlacedPipe, name: str) -> str:
+def with_stages(placed: PlacedPipe, differences: Sequence[Difference]) -> list[Difference]:
+    """The differences with their stages: those that have the parameter or buffer, or that make the output or the loss."""
+    return [replace(each, stage=_stage_of(placed, each)) for each in differences]
+
+
+def _stage_of(placed: PlacedPipe, difference: Difference) -> str:
+    compiled, name = placed.compiled, difference.name
+    node: Any
+    if difference.kind == "loss" and compiled.loss is not None:
+        node = next(each for each in compiled.split_gm.graph.nodes if each.name == compiled.loss.value)
+    elif difference.kind == "output":
+        node = _at(model_output(compiled), name, "output")
+    else:
+        return _stages_with(placed, name)
+    while isinstance(node, fx.Node) and is_getitem(node):
+        node = node.args[0]
+    is_made = isinstance(node, fx.Node) and node.op == "call_module"
+    return stage_of_call(placed, str(node.target)) if is_made else ""
+
+
+def _at(value: Any, path: str, here: str) -> Any:
+    """The item of ``value`` at a path, or the item that contains it."""
+    for inner, item in items_with_paths(value, here) or ():
+        if path.startswith(inner):
+            return _at(item, path, inner)
+    return value
+
+
+def _stages_with(placed: PlacedPipe, name: str) -> str:
     """The stages that hold a parameter or buffer; "" if none does."""
     try:
         calls = [place.call for _, place in placed.locations(name)]
@@ -95,19 +128,16 @@ def stage_of_call(placed: PlacedPipe, call: str) -> str:
     return stage_name(placed.loss_stage) if call == LOSS else call
 
 
-def disagreement_of_workers(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
-    """The error for a step of which only the run on the workers is wrong."""
+def disagreement_of_step(placed: PlacedPipe, differences: Sequence[Difference], is_of_workers: bool) -> str:
+    """The error for a step that was run as a whole. With ``is_of_workers`` only the run on the workers is wrong."""
+    said = "the step was run by the plain model and, as a trial, by the workers"
+    lines = _lines_of(placed, differences)
+    if not is_of_workers:
+        return f"{said}:\n{lines}"
     return (
-        "the step was run by the plain model and, as a trial, by the workers. Numbers differ by more than rounding, "
-        "though they agree when the same micro-batches are run all forwards first:\n"
-        f"{_lines_of(placed, differences)}\n"
-        "This is a fault of a worker, of what is sent, or of pippy: please report it"
+        f"{said}. Numbers differ by more than rounding, though they agree when the same micro-batches are run all forwards "
+        f"first:\n{lines}\nThis is a fault of a worker, of what is sent, or of pippy: please report it"
     )
-
-
-def disagreement_of_graphs(placed: PlacedPipe, differences: Sequence[Difference]) -> str:
-    """The error for a step whose micro-batches go by several graphs."""
-    return f"the step was run by the plain model and, as a trial, by the workers:\n{_lines_of(placed, differences)}"
 
 
 def unknown_choice(chosen: ComputedChoice, may_be_single: bool) -> str:
@@ -155,7 +185,7 @@ def _edits_of(rows: TriedRows) -> str:
     return f", in some of which {' and '.join(said)}," if said else ""
 
 
-def _spelled(compiled: Compiled, comparison: RowComparison) -> str:
+def _spelled(compiled: Compiled, comparison: Compared) -> str:
     if comparison.reduction.single:
         return "one loss over all"
     if callable(comparison.reduction.how):
@@ -165,7 +195,7 @@ def _spelled(compiled: Compiled, comparison: RowComparison) -> str:
 
 
 def _user_name(placed: PlacedPipe, each: Difference) -> str:
-    stage = "" if each.name.startswith(f"{LOSS}.") else stages_with(placed, each.name)
+    stage = "" if each.name.startswith(f"{LOSS}.") else _stages_with(placed, each.name)
     return f"{each.name!r} ({stage})" if stage else repr(each.name)
 
 

@@ -55,8 +55,8 @@ class Edit:
     put: Callable[[torch.Tensor], torch.Tensor]
 
 
-class NoRows(Exception):
-    """Raised if a mini-batch has no rows that can be tried."""
+class CannotCompare(Exception):
+    """Raised if rows cannot be compared. The message says why."""
 
 
 class TriedRows:
@@ -71,13 +71,13 @@ class TriedRows:
 
     def __init__(self, division: Division, count: int | None = None) -> None:
         if division.sizes is None or division.mask:
-            raise NoRows("nothing in the mini-batch has rows that are cut")
+            raise CannotCompare("nothing in the mini-batch has rows that are cut")
         leaves = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
         pieces = [leaf for leaf in leaves if isinstance(leaf, PerMicrobatch)]
         if any(each.dim is None and any(True for _ in tensors(each.values)) for each in pieces):
-            raise NoRows("a value comes in pieces, and nothing says where its rows are")
+            raise CannotCompare("a value comes in pieces, and nothing says where its rows are")
         self.mini_batch = self.division = division
-        self.is_piece, self.first, rows = bool(pieces), 0, division.rows or 0
+        self.first, rows = 0, division.rows or 0
         least = min(division.sizes)
         if pieces:
             piece = max(division.held, key=division.rows_of)
@@ -121,14 +121,8 @@ class TriedRows:
 
     @property
     def key(self) -> Any:
-        """The same for the same rows, in whatever order."""
-        return tuple(self.chosen), id(self.edits), self.division
-
-    def in_this_order(self) -> "TriedRows":
-        """The same rows, with a key of their own."""
-        found = copy.copy(self)
-        found.division = replace(self.division)
-        return found
+        """The same for the same rows in the same order."""
+        return tuple(self.chosen), tuple(self.order), tuple(self.edits.items()), self.division
 
     def alone(self) -> "TriedRows":
         """The rows of the first micro-batch alone."""
@@ -141,15 +135,6 @@ class TriedRows:
         """The same rows, with other rows in the first micro-batch."""
         return self.rotated(self.sizes[0])
 
-    def with_arguments(self, names: Collection[str], spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
-        """The same rows, where some arguments of the mini-batch have another spec."""
-        given = self.division.arguments
-        found = copy.copy(self)
-        found.division = replace(
-            self.division, arguments={**given, **{name: map_divided(spec, given[name]) for name in names}}
-        )
-        return found
-
     def divided(self, chunks: int, turned: bool = False) -> Division:
         """The rows as one micro-batch, or as two, each in the slices of the mini-batch.
 
@@ -158,19 +143,20 @@ class TriedRows:
         sizes = self.sizes if chunks == 2 else (len(self.chosen),)
         starts = tuple(accumulate(sizes[:-1], initial=0))
         slices = self.division.slices if chunks == 2 else 1
-        arguments = {}
-        for name, value in self.division.arguments.items():
-            places = _places(name)
-            arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), turned), value)  # noqa: B023
         return replace(
             self.division,
             chunks=chunks * slices,
             sizes=for_each_slice(sizes, slices),
             starts=for_each_slice(starts, slices),
             slices=slices,
-            arguments=arguments,
+            arguments={name: self._argument(name, value, turned) for name, value in self.division.arguments.items()},
             share=None,
         )
+
+    def _argument(self, name: str, value: Any, turned: bool) -> Any:
+        """An argument, with the rows of the trial."""
+        numbers = count()
+        return map_divided(lambda leaf: self._taken(leaf, (name, next(numbers)), turned), value)
 
     def _taken(self, leaf: DividedValue, place: InputTensor, turned: bool) -> DividedValue:
         if isinstance(leaf, CutTensor):
@@ -197,8 +183,7 @@ class WholeRows(TriedRows):
 
     def __init__(self, division: Division) -> None:
         self.mini_batch = self.division = division
-        leaves = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
-        self.is_piece, self.first = any(isinstance(leaf, PerMicrobatch) for leaf in leaves), 0
+        self.first = 0
         self.chosen = self.order = list(range(division.rows or 1))
         self.edits = {}
 
@@ -216,11 +201,9 @@ class WholeRows(TriedRows):
         cut = self.division if chunks > 1 else self.division.uncut()
         if not self.edits and not turned:
             return cut
-        arguments = {}
-        for name, value in cut.arguments.items():
-            places = _places(name)
-            arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), turned), value)  # noqa: B023
-        return replace(cut, arguments=arguments)
+        return replace(
+            cut, arguments={name: self._argument(name, each, turned) for name, each in cut.arguments.items()}
+        )
 
     def alone(self) -> "TriedRows":
         """All rows."""
@@ -294,11 +277,6 @@ def _in_halves(chosen: Sequence[int]) -> list[int]:
         return [chosen[0], chosen[2], chosen[1]]
     first = [row for at, row in enumerate(chosen) if at % 4 in (0, 3)]
     return [*first, *(row for at, row in enumerate(chosen) if at % 4 in (1, 2))]
-
-
-def _places(name: str) -> Iterator[InputTensor]:
-    """A place for each value in an argument, in their order."""
-    return ((name, number) for number in count())
 
 
 def _selected(tensor: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:

@@ -3,9 +3,9 @@
 `TrialBytes` counts what they take there, before they run.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from pippy.drivers.compare.tolerance import bytes_of_digest
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
-from pippy.drivers.driver.check.differences import ComparedKey
-from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows
+from pippy.drivers.driver.check.differences import ComparedKey, Numbers
+from pippy.drivers.driver.check.rows import CannotCompare, TriedRows, WholeRows
 from pippy.drivers.driver.data import SentDatasets
 from pippy.drivers.driver.steps.programs import DriverPrograms
 from pippy.drivers.driver.steps.results import values_to_return
@@ -123,27 +123,28 @@ class TrialSteps:
         answers = self._answers(steps, how, few=True)
         losses = _losses(answers[self.placed.worker_of(call.call)].result.values[name], self.placed.compiled.loss.seed)  # type: ignore[union-attr]
         summed = torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights) if weight]).sum()
-        numbers, places, disagreeing = self._numbers(answers, summed=not self.calls_hooks)
-        return Tried(
-            {("loss", ""): summed, **numbers},
-            tuple(weights),
-            places,
-            disagreeing,
-            tuple(float(each) for each in losses),
-            TrialNotes(
-                tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].result.asked.questions)),
-                tuple(each for rank in ranks for each in answers[rank].result.asked.chosen),
+        asked = [answers[rank].result.asked for rank in ranks]
+        return replace(
+            self._tried(answers, {("loss", ""): summed}, weights, summed=not self.calls_hooks),
+            losses=tuple(float(each) for each in losses),
+            asked=TrialNotes(
+                tuple(dict.fromkeys(question for each in asked for question in each.questions)),
+                tuple(choice for each in asked for choice in each.chosen),
             ),
         )
 
     def of_step(
-        self, steps: Mapping[int, Step], written: frozenset[str], follow: Collection[TensorLocation]
-    ) -> tuple[dict[int, StepResult], dict[ComparedKey, Any], BufferPlaces, frozenset[str]]:
-        """Run the messages of a step as a trial: the answers; digests; where buffers are, and about which micro-batches
-        disagree."""
+        self,
+        steps: Mapping[int, Step],
+        written: frozenset[str],
+        follow: Collection[TensorLocation],
+        result: Callable[[Mapping[int, StepResult]], Numbers],
+        weights: Sequence[float],
+    ) -> Tried:
+        """Run the messages of a step as a trial. ``result`` puts together what the step returns."""
         answers = self._answers(steps, HowTried(written=written, follow=frozenset(follow)), few=False)
-        results = {rank: answer.result for rank, answer in answers.items()}
-        return results, *self._numbers(answers, summed=False)
+        returned = result({rank: answer.result for rank, answer in answers.items()})
+        return self._tried(answers, returned, weights, summed=False)
 
     def _answers(self, steps: Mapping[int, Step], how: HowTried, few: bool) -> dict[int, TrialResult]:
         written = self.placed.for_all_copies(dict.fromkeys(how.written))
@@ -153,13 +154,13 @@ class TrialSteps:
         }
         return self.commands.call(bodies, self.limit)
 
-    def _numbers(
-        self, answers: Mapping[int, TrialResult], summed: bool
-    ) -> tuple[dict[ComparedKey, Any], BufferPlaces, frozenset[str]]:
-        """The gradients and buffers by the user's names; where buffers are, and about which micro-batches disagree. If workers
-        did not add up the gradients of copies, they are ``summed`` here: digests are linear."""
+    def _tried(
+        self, answers: Mapping[int, TrialResult], returned: Numbers, weights: Sequence[float], summed: bool
+    ) -> Tried:
+        """What was ``returned``, with the gradients and buffers by the user's names. If workers did not add up the gradients of
+        copies, they are ``summed`` here: digests are linear."""
         names, owned = self._names(), {} if summed else self._names(owned=True)
-        numbers: dict[ComparedKey, Any] = {}
+        numbers: dict[ComparedKey, Any] = dict(returned)
         places: dict[str, list[TensorLocation]] = {}
         for rank, answer in answers.items():
             for place, gradient in answer.gradients.items():
@@ -176,7 +177,7 @@ class TrialSteps:
         disagreeing = frozenset(
             self._name(names, rank, place) for rank, answer in answers.items() for place in answer.disagreeing
         )
-        return numbers, places, disagreeing
+        return Tried(numbers, tuple(weights), places, disagreeing)
 
     def _names(self, owned: bool = False) -> dict[tuple[int, TensorLocation], str]:
         """The user's name of each parameter and buffer that a worker has. With ``owned``, of those that it adds up."""
@@ -242,7 +243,7 @@ class TrialBytes:
         workers, and two copies that are put back), gradients, and what a forward keeps; if ``room`` is less, for a few rows."""
         state = sum(each.nbytes for _, each in named_state(self.pipe))
         whole = 2 * state + sum(self.of(WholeRows(division).divided(1)))
-        with suppress(NoRows):
+        with suppress(CannotCompare):
             return whole if whole <= room else 2 * state + sum(self.of(TriedRows(division).divided(1)))
         return whole
 
@@ -257,7 +258,7 @@ class TrialBytes:
         """The most bytes that each worker holds in the check before a first step, in which it holds at most these ``peaks``: of
         a few rows, and of the step itself."""
         whole = self._with_digests(peaks)
-        with suppress(NoRows):
+        with suppress(CannotCompare):
             few = self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
             return tuple(map(max, whole, [*few, *[0] * len(whole)]))
         return whole

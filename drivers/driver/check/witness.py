@@ -26,7 +26,7 @@ from pippy.drivers.compare.alike import alike
 from pippy.drivers.compare.tolerance import NARROW, digest, wide_tensors, widened
 from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Numbers
-from pippy.drivers.driver.check.rows import WholeRows
+from pippy.drivers.driver.check.rows import TriedRows
 from pippy.drivers.driver.steps.results import model_output
 from pippy.drivers.model.script_gradients import gradient_here
 from pippy.drivers.worker.measure.leave_unchanged import as_now
@@ -182,7 +182,7 @@ class Witness:
         with ExitStack() as stack:
             stack.callback(surroundings.set_process)
             stack.enter_context(untouched_random_state())
-            stack.enter_context(_left(as_now([self.model, self.loss])))
+            stack.callback(as_now([self.model, self.loss]))
             stack.enter_context(_own_gradients(list(self.parameters().values()), hooks))
             stack.enter_context(alike())
             yield
@@ -205,6 +205,32 @@ class Witness:
             numbers = self._run(division, how)
             numbers |= self._left_by(parameters, before, how)
         return WitnessStep(numbers, frozenset(changed), *([] if watch is None else [watch.asked()]))
+
+    def rounded_otherwise(self, rows: TriedRows, how: HowWitnessed, right: Numbers) -> Numbers:
+        """The right numbers of a step once more, with other rounding: in 64 bits.
+
+        Where these are the bits already, or the model does not take them or would not fit, they are those with the rows turned;
+        none if rows cannot be turned.
+        """
+        uncut, how = how.weights is None, replace(how, watch=False)
+        division = rows.divided(1) if uncut else rows.division
+        state = [each for _, each in self.named_state()]
+        given = [each for name in division.arguments for each in division.whole(name)]
+        fits = sum(8 * each.numel() for each in state) < _PART * free_bytes(self.device)
+        if fits and any(each.dtype in _FEWER for each in [*state, *given]):
+            with suppress(Exception):
+                wide = self.step(division, replace(how, wide=torch.float64)).numbers
+                if all(_is_near(right[key], each) for key, each in wide.items() if key[0] in ("loss", "output")):
+                    return wide
+        return self._turned(rows, how) if uncut and _can_be_turned(division) else {}
+
+    def _turned(self, rows: TriedRows, how: HowWitnessed) -> Numbers:
+        """The numbers with the rows in the opposite order, which differ by rounding alone."""
+        division = rows.divided(1, turned=True)
+        return {
+            key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == division.rows else each
+            for key, each in self.step(division, how).numbers.items()
+        }
 
     @contextmanager
     def _parameters_left(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
@@ -264,17 +290,14 @@ class Witness:
 
     def _loss_in(self, output: Any, value: Any) -> Any:
         """The loss in the output of the model, at the place where the Pipe has it."""
+        loss = self.compiled.loss
         if isinstance(output, fx.Node):
-            loss = self.compiled.loss
             return loss_inside(loss.seed, value) if loss is not None and output.name == loss.value else None
-        pairs = (
-            [(item, value[key]) for key, item in output.items()]
-            if isinstance(output, Mapping)
-            else zip(output, children(value) or ())
-            if isinstance(output, (tuple, list))
-            else ()
-        )
-        return next((inner_loss for each in pairs if (inner_loss := self._loss_in(*each)) is not None), None)
+        if isinstance(output, Mapping):
+            pairs = [(item, value[key]) for key, item in output.items()]
+        else:
+            pairs = list(zip(children(output) or (), children(value) or ()))
+        return next((found for pair in pairs if (found := self._loss_in(*pair)) is not None), None)
 
 
 def named_outputs(value: Any, path: str = "output") -> dict[ComparedKey, torch.Tensor]:
@@ -289,28 +312,9 @@ def named_outputs(value: Any, path: str = "output") -> dict[ComparedKey, torch.T
     return {key: each for inner, item in items for key, each in named_outputs(item, inner).items()}
 
 
-def rounded_otherwise(
-    witness: Witness, division: Division, how: HowWitnessed, right: Numbers, turned: Callable[[], Numbers]
-) -> Numbers:
-    """The right numbers of an uncut step once more, with other rounding: in 64 bits. Where these are the bits already, or the
-    model does not take them or would not fit, they are those with the rows ``turned``."""
-    state = [each for _, each in witness.named_state()]
-    fits = sum(8 * each.numel() for each in state) < _PART * free_bytes(witness.device)
-    if fits and any(each.dtype in _FEWER for each in [*state, *_inputs(division)]):
-        with suppress(Exception):
-            wide = witness.step(division, replace(how, wide=torch.float64, watch=False)).numbers
-            if all(_is_near(right[key], each) for key, each in wide.items() if key[0] in ("loss", "output")):
-                return wide
-    return turned()
-
-
 _FEWER = (*NARROW, torch.float32)
 _PART = 0.25  # of the free memory, for parameters of 64 bits
 _NEAR = 5e-2  # of the size: what is further away was not the same computation
-
-
-def _inputs(division: Division) -> list[torch.Tensor]:
-    return [each for name in division.arguments for each in division.whole(name)]
 
 
 def _is_near(right: torch.Tensor, wide: torch.Tensor) -> bool:
@@ -329,21 +333,17 @@ def _in_64_bits(device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def turned_numbers(witness: Witness, division: Division, how: HowWitnessed) -> dict[ComparedKey, Any]:
-    """The numbers of the witness with the rows in another order, which differ by rounding alone.
-
-    It is empty if the rows cannot be turned.
-    """
+def _can_be_turned(division: Division) -> bool:
+    """Whether the rows can come in another order."""
     held = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
     cut = [leaf for leaf in held if isinstance(leaf, CutTensor)]
     pieces = any(isinstance(leaf, PerMicrobatch) for leaf in held)
-    if division.sizes is None or pieces or not cut or any(each.value.layout is not torch.strided for each in cut):
-        return {}
-    numbers, rows = witness.step(WholeRows(division).divided(1, turned=True), how).numbers, division.rows
-    return {
-        key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
-        for key, each in numbers.items()
-    }
+    return (
+        division.sizes is not None
+        and bool(cut)
+        and not pieces
+        and all(each.value.layout is torch.strided for each in cut)
+    )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -360,14 +360,6 @@ def _write(tensor: torch.Tensor, number: torch.Tensor) -> None:
         tensor.data.copy_(number)
     else:  # forward has resized it, as observers do
         tensor.data = number.to(tensor.device)
-
-
-@contextmanager
-def _left(put_back: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        put_back()
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Recorder:
         self.events = None if copies is None else StreamTimes(copies, len(order))
         self.ends = array("d", [0.0]) * len(order)
         self.sizes: dict[int, int] = {}
-        self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
+        self.memory = AllocatedMemory(device) if device.type == "cuda" else ProcessMemory()
         self.order = order
         early = (SendExchanged, Payload.GRADIENTS), (SendExchanged, Payload.NOTES)
         self.tail = {at for at, each in enumerate(order) if each.kind.exchange and each.key not in early}
@@ -59,7 +59,7 @@ class Recorder:
         """Note that a step begins, which may add up gradients."""
         self.adds_up = adds_up and bool(self.tail)
         self.began, self.cpu = time.monotonic(), time.thread_time()
-        self.memory.begin()
+        self.memory.restart()
 
     @contextmanager
     def counting(self, there: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Recorder:
             max(before, default=self.started) if self.adds_up else None,
             time.monotonic(),
             dict(self.sizes),
-            self.memory.peak(),
+            self.memory.most,
             self.memory.of,
             time.thread_time() - self.cpu if self.device.type == "cpu" else None,
             self._held_then(),
@@ -214,7 +214,7 @@ class AllocatedMemory:
     """As `LiveStorages`, by the allocator of a GPU: nothing has to be added."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.looks_at_arguments = device, True
+        self.device, self.looks_at_arguments, self.of = device, True, f"allocated on {device}"
 
     def __enter__(self) -> None:
         self.restart()
@@ -257,38 +257,28 @@ def clock() -> str:
     return socket.gethostname()
 
 
-class DeviceMemory:
-    """The peak of the memory that torch has allocated on a GPU in a step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.of = device, f"allocated on {device}"
-
-    def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-
 class ProcessMemory:
     """The peak of this process's resident memory in a step; or since it began, on systems that keep no other peak.
 
     >>> memory = ProcessMemory()
-    >>> memory.begin()
-    >>> memory.peak() > 1 << 20
+    >>> memory.restart()
+    >>> memory.most > 1 << 20
     True
     """
 
     of = "resident"
 
-    def begin(self) -> None:
+    def restart(self) -> None:
+        """Begin to look for the most anew."""
         try:
             with open("/proc/self/clear_refs", "wb", buffering=0) as file:
                 file.write(b"5")  # resets the peak, and nothing else
         except OSError:
             self.of = "resident since the worker began"
 
-    def peak(self) -> int:
+    @property
+    def most(self) -> int:
+        """The most since `restart`, in bytes."""
         if self.of == "resident":  # getrusage would count the process that started this one too: it never begins anew
             return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -160,18 +160,18 @@ def test_a_limit_that_keeps_nothing_is_refused(limit):
 
 def test_a_peak_of_memory_is_of_what_happens_after_it_begins():
     memory = ProcessMemory()
-    memory.begin()
+    memory.restart()
     if memory.of != "resident":
         pytest.skip("this system keeps one peak for the life of a process")
-    before = memory.peak()
+    before = memory.most
     with mmap(
         -1, 64 << 20
     ) as pages:  # the system's own pages: an allocator may have some left, or keep them afterwards
         pages[:: resource.getpagesize()] = b"1" * ((64 << 20) // resource.getpagesize())
-        assert memory.peak() - before > 60 << 20
-    assert memory.peak() - before > 60 << 20
-    memory.begin()
-    assert memory.peak() - before < 4 << 20
+        assert memory.most - before > 60 << 20
+    assert memory.most - before > 60 << 20
+    memory.restart()
+    assert memory.most - before < 4 << 20
 
 
 # Steps out of thin air

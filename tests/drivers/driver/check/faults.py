@@ -11,7 +11,6 @@ from pippy.drivers.protocol.state import RestoreState, WorkerState
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.executor import BINDERS
-from pippy.drivers.worker.gradients import gradients
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.stage_call import StageCall
@@ -36,6 +35,22 @@ class Net(nn.Module):
         x = self.dropout(torch.tanh(self.second(x)))
         pipe_split()
         return self.last(torch.tanh(F.linear(x, self.shared)))
+
+
+class Acts(nn.Module):
+    """Three stages. ``act`` is done between the first two layers, in the first stage, and ``mix`` in the second one."""
+
+    def __init__(self, act=torch.tanh, mix=None):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.act, self.mix = act, mix
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        pipe_split()
+        x = torch.tanh(self.second(x if self.mix is None else self.mix(x)))
+        pipe_split()
+        return self.last(x)
 
 
 def _after(monkeypatch, owner, name, then):
@@ -78,19 +93,6 @@ def gradient_of_input_scaled(monkeypatch):
         inner(step, gives, scaled)
 
     monkeypatch.setattr(handlers, "give", give)
-
-
-def microbatch_dropped(monkeypatch):
-    inner = handlers.backward
-
-    def backward(step, call, microbatch, *rest):
-        before = [None if each.grad is None else each.grad.clone() for each in call.module.parameters()]
-        inner(step, call, microbatch, *rest)
-        if call.name == STAGE and microbatch == 1:
-            for each, gradient in zip(call.module.parameters(), before):
-                each.grad = gradient
-
-    monkeypatch.setattr(handlers, "backward", backward)
 
 
 def buffer_updated_twice(monkeypatch):
@@ -173,17 +175,6 @@ def other_rate(monkeypatch):
         inner(self, gradients, options)
 
     monkeypatch.setattr(WorkerOptimizer, "step", step)
-
-
-def accumulated_twice(monkeypatch):
-    inner = gradients._add
-
-    def add(found, key, more):
-        inner(found, key, more)
-        if more is not None and more.shape == (6,) and len(found) <= 2:
-            inner(found, key, more)
-
-    monkeypatch.setattr(gradients, "_add", add)
 
 
 def activation_rounded(monkeypatch):

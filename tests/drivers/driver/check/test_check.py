@@ -23,7 +23,7 @@ from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.ir.base.names import named_state
 from pippy.ir.base.trees import leaves
-from tests.drivers.driver.check.faults import Net
+from tests.drivers.driver.check.faults import Acts, Net
 from tests.drivers.simulated_device import SimulatedDevice
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -90,22 +90,12 @@ def test_all_is_as_it_was_after_a_check_that_fails(threads, monkeypatch):
     assert driver.check(2, *rows())
 
 
-class Mixing(nn.Module):
-    def __init__(self, mix):
-        super().__init__()
-        self.a, self.b, self.c, self.mix = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), mix
-
-    def forward(self, x):
-        x = torch.tanh(self.a(x))
-        pipe_split()
-        x = torch.tanh(self.b(self.mix(x)))
-        pipe_split()
-        return self.c(x)
+MIXES = [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x / x.abs().max(), lambda x: x @ x.T @ x]
 
 
-@pytest.mark.parametrize("mix", [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x / x.abs().max()])
+@pytest.mark.parametrize("mix", MIXES)
 def test_stage_that_mixes_rows_is_named(threads, mix):
-    report = PipelineDriver1F1B(pipe_of(Mixing(mix)), threads).check(3, *rows())
+    report = PipelineDriver1F1B(pipe_of(Acts(mix=mix)), threads).check(3, *rows())
     assert not report and report.begins.stage == "submod_1" and "mixes rows" in str(report)
 
 
@@ -122,23 +112,17 @@ class Clamped(torch.autograd.Function):
 
 
 def test_stage_whose_backward_mixes_rows_is_named(threads):
-    class Straight(Mixing):
+    class Straight(Acts):
         def forward(self, x):
-            x = torch.tanh(self.a(x))
+            x = torch.tanh(self.first(x))
             pipe_split()
-            x = torch.tanh(F.linear(x, Clamped.apply(self.b.weight)))
+            x = torch.tanh(F.linear(x, Clamped.apply(self.second.weight)))
             pipe_split()
-            return self.c(x)
+            return self.last(x)
 
-    report = PipelineDriver1F1B(pipe_of(Straight(None)), threads).check(3, *rows())
-    assert {each.name for each in report.differences} == {"b.weight"}
-    assert report.begins.stage == "submod_1" and "gradient differs, that of b.weight" in report.begins.what
-
-
-def test_outputs_that_are_not_of_rows(threads):
-    """A table of each row with each other: no micro-batch has a part of it."""
-    report = PipelineDriver1F1B(pipe_of(Mixing(lambda x: x @ x.T @ x), None), threads).check(3, *rows())
-    assert report.begins.stage == "submod_1" and "mixes rows" in report.begins.what
+    report = PipelineDriver1F1B(pipe_of(Straight()), threads).check(3, *rows())
+    assert {each.name for each in report.differences} == {"second.weight"}
+    assert report.begins.stage == "submod_1" and "gradient differs, that of second.weight" in report.begins.what
 
 
 class WithPenalty(nn.Module):
@@ -166,9 +150,9 @@ def test_part_of_the_loss_of_an_early_stage(threads, summed):
 
 
 def test_buffer_that_changes_with_each_microbatch(threads):
-    class Counting(Mixing):
+    class Counting(Acts):
         def __init__(self):
-            super().__init__(self.counted)
+            super().__init__(mix=self.counted)
             self.register_buffer("steps", torch.zeros(()))
 
         def counted(self, x):
@@ -195,28 +179,25 @@ def frozen():
     return model
 
 
-SCHEDULES = {
-    "zb_h1": {"schedule": "zb_h1"},
-    "auto": {"schedule": "auto"},
-    "interleaved": {"schedule": "interleaved_1f1b", "world_size": 1},
-    "recompute": {"checkpoint": "always"},
-    "out of order": {"out_of_order": True},
-    "without keys": {"keyed_random": False},
+DRIVERS = {
+    "zb_h1": (Net, {"schedule": "zb_h1"}),
+    "auto": (Net, {"schedule": "auto"}),
+    "interleaved": (Net, {"schedule": "interleaved_1f1b", "world_size": 1}),
+    "recompute": (Net, {"checkpoint": "always"}),
+    "out of order": (Net, {"out_of_order": True}),
+    "without keys": (Net, {"keyed_random": False}),
+    "masked": (lambda: Acts(mix=torch.tanh), {"schedule": "1f1b", "_debug_mask_minibatches": True}),
 }
 
 
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_drivers_of_many_kinds(threads, options):
-    driver = PipelineDriver(pipe_of(Net()), threads, **options)
+@pytest.mark.parametrize("name", DRIVERS)
+def test_drivers_of_many_kinds(threads, name):
+    make, options = DRIVERS[name]
+    driver = PipelineDriver(pipe_of(make()), threads, **options)
     driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     for _ in range(2):
         assert driver.check(3, *rows()), driver.check(3, *rows())
         driver.run(3, *rows())
-
-
-def test_masked_microbatches(threads):
-    driver = PipelineDriver1F1B(pipe_of(Mixing(torch.tanh)), threads, _debug_mask_minibatches=True)
-    assert driver.check(3, *rows())
 
 
 def test_replicas(threads):
@@ -349,23 +330,13 @@ def test_hooks_of_parameters_are_those_of_the_plain_model(threads):
     assert report or {each.name for each in report.differences} == {"second.weight"}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"model": "plain"}, "give the plain model"),
-        ({"model": nn.Linear(1, 1)}, "whose parameters and buffers are not those of the Pipe"),
-    ],
-)
-def test_what_is_refused(threads, given, said):
-    driver = PipelineDriver1F1B(pipe_of(Net()), threads)
-    with pytest.raises(errors.DriverError, match=said):
-        driver.check(2, *rows(), **given)
-
-
-def test_copy_of_a_pipe_knows_no_model(threads):
+def test_models_that_are_refused(threads):
+    """A copy of a Pipe knows no model."""
     driver = PipelineDriver1F1B(copy.deepcopy(pipe_of(Net())), threads)
-    with pytest.raises(errors.DriverError, match="model=model"):
-        driver.check(2, *rows())
+    other = nn.Linear(1, 1)
+    for given, said in ((None, "model=model"), ("plain", "give the plain model"), (other, "are not those of the Pipe")):
+        with pytest.raises(errors.DriverError, match=said):
+            driver.check(2, *rows(), model=given)
     assert driver.check(2, *rows(), model=Net())
 
 
@@ -374,7 +345,7 @@ def test_workers_with_devices():
         driver = PipelineDriver1F1B(pipe_of(Net()), cluster)
         driver.instantiate_optimizer(torch.optim.AdamW)
         assert driver.check(3, *rows())
-        report = PipelineDriver1F1B(pipe_of(Mixing(lambda x: x - x.mean(0))), cluster).check(3, *rows())
+        report = PipelineDriver1F1B(pipe_of(Acts(mix=MIXES[0])), cluster).check(3, *rows())
         assert report.begins.stage == "submod_1"
 
 

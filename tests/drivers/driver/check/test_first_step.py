@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from pippy import (
     LossWrapper,
     MicroBatches,
-    Pipe,
     PipelineDriver,
     PipelineDriver1F1B,
     PipelineDriverFillDrain,
@@ -32,6 +31,7 @@ from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.measure.live_storages import LiveStorages
+from tests.comparisons import Beside, assert_gradients, assert_loss
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
@@ -52,20 +52,12 @@ class Net(nn.Module):
         return self.b(x)
 
 
-def plain_step(model, loss_fn, x, target):
-    loss = loss_fn(model(x), target)
-    loss.backward()
-    return loss.detach()
-
-
 def assert_same(driver, chunks, model, loss_fn, x, target):
     model.zero_grad()
     driver.zero_grad()
-    torch.testing.assert_close(
-        driver.run(chunks, x, target), plain_step(model, loss_fn, x, target), rtol=1e-9, atol=1e-12
-    )
-    for name, gradient in driver.gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+    found = driver.run(chunks, x, target)
+    assert_loss(found, loss_fn(model(x), target), rtol=1e-9, atol=1e-12)
+    assert_gradients(driver, model, rtol=1e-9, atol=1e-12)
 
 
 def follow(threads, pipe, chunks, x, target, **options):
@@ -116,24 +108,32 @@ def test_losses_written_as_functions(threads, name, zero):
     assert_same(driver, 3, model, loss_fn, x, target)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), F.cross_entropy, functools.partial(F.mse_loss, reduction="sum")])
+class Mixing(Net):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x):
+        x = self.mix(torch.tanh(self.a(x)))
+        pipe_split()
+        return self.b(x)
+
+
+LOSSES_OF_TORCH = [nn.MSELoss(), F.cross_entropy, functools.partial(F.mse_loss, reduction="sum")]
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES_OF_TORCH)
 @pytest.mark.parametrize(
     "mix",
     [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x / x.abs().max(), lambda x: F.normalize(x, dim=0)],
 )
 def test_rows_that_are_mixed_under_a_loss_of_torch(threads, mix, loss_fn):
-    class Mixing(Net):
-        def forward(self, x):
-            x = mix(torch.tanh(self.a(x)))
-            pipe_split()
-            return self.b(x)
-
-    x = torch.randn(8, 4)
+    model, x = Mixing(mix), torch.randn(8, 4)
     target = torch.randint(4, (8,)) if loss_fn is F.cross_entropy else torch.randn(8, 4)
-    driver, said = follow(threads, pipeline(Mixing(), loss_fn), 4, x, target)
+    pipe = pipeline(copy.deepcopy(model), loss_fn)
+    driver, said = follow(threads, pipe, 4, x, target)
     assert driver is None and "the model mixes rows" in said and "chunks=1" in said
-    model = Mixing()
-    assert_same(PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads), 1, model, loss_fn, x, target)
+    assert_same(PipelineDriver1F1B(pipe, threads), 1, model, loss_fn, x, target)
 
 
 class WithPenalty(nn.Module):
@@ -210,6 +210,10 @@ def mean_where(counts):
     return loss
 
 
+def by_hand(o, t):
+    return -o.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).mean()
+
+
 LATER = {
     "a number": (mean_where(lambda t: t != 7), [1, 2, 3, 0], [1, 7, 7, 2], "lambda target: (target != 7).sum()"),
     "a limit": (mean_where(lambda t: t > 0), [1, 2, 3, 1], [0, 0, 0, 2], "lambda target: (target > 0).sum()"),
@@ -233,6 +237,14 @@ LATER = {
         [1, -1, -1, 2],
         "lambda target: (target >= 0).sum()",
     ),
+    "what torch leaves out": (lambda o, t: F.cross_entropy(o, t, ignore_index=2), [0, 1, 3, 0], [0, 1, 2, 2], None),
+    "a number that is counted": (
+        lambda o, t: (o.square().sum(1) * torch.where(t == 7, 2.0, 1.0)).mean(),
+        [1, 2, 3, 0],
+        [1, 7, 7, 0],
+        None,
+    ),
+    "a number that only torch's losses leave out": (by_hand, [0, 1, -100, 3], [0, 1, -100, -100], None),
 }
 
 
@@ -244,22 +256,6 @@ def test_what_first_comes_in_a_later_step_is_seen_in_the_first(threads, name):
     assert given == advice
     assert_same(driver, 2, model, loss_fn, x, first)
     assert_same(driver, 2, model, loss_fn, x, later)
-
-
-def test_padding_that_torchs_loss_leaves_out_may_come_later(threads):
-    loss_fn = lambda o, t: F.cross_entropy(o, t, ignore_index=2)  # noqa: E731
-    model, x = Net(), torch.randn(8, 4)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads)
-    assert_same(driver, 4, model, loss_fn, x, torch.tensor([0, 1, 3, 0, 1, 3, 0, 1]))
-    assert_same(driver, 4, model, loss_fn, x, torch.tensor([0, 1, 3, 0, 1, 3, 2, 2]))
-
-
-def test_a_choice_by_computed_numbers_asks_for_a_reduction(threads):
-    loss_fn = lambda o, t: F.cross_entropy(o[o.amax(1) > -100], t[o.amax(1) > -100], ignore_index=-1)  # noqa: E731
-    x, target, pipe = torch.randn(8, 4), torch.tensor([0, 1, 2, 3] * 2), pipeline(Net(), loss_fn)
-    with pytest.raises(MicrobatchError, match=r"a mean over the rows that a mask chooses(.|\n)*loss_reduction="):
-        PipelineDriver1F1B(pipe, threads).run(4, x, target)
-    PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(4, x, target)
 
 
 def mean_of_kept(output, target):
@@ -354,14 +350,6 @@ def test_choices_of_each_row_are_not_refused(threads):
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
-def test_what_matters_not_is_not_refused(threads):
-    loss_fn = lambda o, t: (o.square().sum(1) * torch.where(t == 7, 2.0, 1.0)).mean()  # noqa: E731
-    model, x = Net(), torch.randn(4, 4)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads)
-    assert_same(driver, 2, model, loss_fn, x, torch.tensor([1, 2, 3, 0]))
-    assert_same(driver, 2, model, loss_fn, x, torch.tensor([1, 7, 7, 0]))
-
-
 # Random numbers, buffers, and what a check leaves
 
 
@@ -370,14 +358,6 @@ def test_dropout_does_not_disturb(threads):
     loss_fn = lambda o, t: F.mse_loss(F.dropout(o, 0.5), t)  # noqa: E731
     x = torch.randn(8, 4)
     PipelineDriver1F1B(pipeline(model, loss_fn, split=["2"]), threads).run(2, x, x)
-
-
-def test_random_numbers_that_are_not_torchs(threads):
-    loss_fn = lambda o, t: (o - t).square().mean() * random.random()  # noqa: E731
-    pipe, x = pipeline(Net(), loss_fn), torch.randn(8, 4)
-    with pytest.raises(MicrobatchError, match=r"draws random numbers.*loss_reduction='mean'"):
-        PipelineDriver1F1B(pipe, threads).run(2, x, x)
-    PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, x, x)
 
 
 class Counting(nn.Module):
@@ -420,35 +400,21 @@ class Rounded(torch.autograd.Function):
         return gradient.clamp(-0.02, 0.02)
 
 
-class RoundsValues(nn.Module):
+class RoundsWeights(Net):
     def forward(self, x):
-        return Rounded.apply(x)
-
-
-class RoundsWeights(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, Rounded.apply(self.weight), self.bias)
+        x = torch.tanh(F.linear(x, Rounded.apply(self.a.weight), self.a.bias))
+        pipe_split()
+        return self.b(x)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_a_straight_through_gradient_of_values_is_clamped_row_by_row(threads, chunks):
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), RoundsValues()), nn.Linear(6, 4))
-    x, target = torch.randn(8, 4), torch.randn(8, 4)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss(), split=["1"]), threads)
+    model, x, target = Mixing(Rounded.apply), torch.randn(8, 4), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss()), threads)
     assert_same(driver, chunks, model, nn.MSELoss(), x, target)
-    values = model[0](x)
-    values.retain_grad()
-    F.mse_loss(model[1](values), target).backward()
-    assert values.grad.abs().max() > 0.02, "the clamp is at work"
-
-
-def test_a_straight_through_gradient_of_weights_is_refused(threads):
-    """It is clamped in each micro-batch, and in the plain model once."""
-    model = nn.Sequential(nn.Sequential(RoundsWeights(4, 6), nn.Tanh()), nn.Linear(6, 4))
-    pipe, x, target = pipeline(model, nn.MSELoss(), split=["1"]), torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.raises(MicrobatchError, match=r"gradient of '0\.0\.weight'(.|\n)*the model mixes rows(.|\n)*chunks=1"):
-        PipelineDriver1F1B(pipe, threads).run(2, x, target)
-    PipelineDriver1F1B(pipe, threads).run(1, x, target)
+    values = torch.tanh(model.a(x)).detach().requires_grad_()
+    F.mse_loss(model.b(Rounded.apply(values)), target).backward()
+    assert values.grad.abs().max() == 0.02, "the clamp is at work"
 
 
 class WithBuffer(nn.Module):
@@ -467,27 +433,25 @@ class WithBuffer(nn.Module):
         return self.b(x)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda seen, x: seen.add_(1), lambda seen, x: seen.add_(x.sum(0)), lambda seen, x: seen.mul_(0.5).add_(1)],
-)
-def test_buffers_that_follow_the_plain_model(threads, change):
-    model, x = WithBuffer(change), torch.randn(8, 4)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss()), threads)
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 4))
+
+
+WITH_BUFFERS = {
+    "counted": lambda: WithBuffer(lambda seen, x: seen.add_(1)),
+    "added up": lambda: WithBuffer(lambda seen, x: seen.add_(x.sum(0))),
+    "halved": lambda: WithBuffer(lambda seen, x: seen.mul_(0.5).add_(1)),
+    "refined": spectral,
+}
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_buffers_that_follow_the_plain_model(threads, name):
+    both = Beside(threads, WITH_BUFFERS[name](), pipe={"split": ["2"]} if name == "refined" else None)
     for _ in range(3):
-        assert_same(driver, 4, model, nn.MSELoss(), x, x)
-        torch.testing.assert_close(driver.state_dict()["seen"], model.seen)
-
-
-def test_spectral_norm_is_refined_once_in_a_step(threads):
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 4))
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss(), split=["2"]), threads)
-    x = torch.randn(8, 4)
-    for _ in range(2):
-        assert_same(driver, 4, model, nn.MSELoss(), x, x)
-        state = driver.state_dict()
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(state[name], buffer)
+        x = torch.randn(8, 4)
+        both.step(4, x, x)
+        both.same_state()
 
 
 def test_a_running_mean_is_refused_or_of_each_micro_batch(threads):
@@ -525,16 +489,6 @@ def test_a_buffer_of_the_loss_is_that_of_the_workers_when_a_later_step_is_compar
         assert driver.checked.rows == rows
 
 
-def test_an_infinite_buffer_does_not_switch_the_check_off(threads):
-    """A running minimum begins at infinity; what is infinite in it was taken for a loss that is no number."""
-    change = lambda seen, x: seen[:2].copy_(torch.minimum(seen[:2], x.amin(0)[:2]))  # noqa: E731
-    model = WithBuffer(change)
-    model.seen.fill_(math.inf)
-    loss_fn = lambda o, t: (o - t).square().sum()  # noqa: E731
-    with pytest.raises(MicrobatchError, match="loss_reduction='sum'"):
-        PipelineDriver1F1B(pipeline(model, loss_fn), threads).run(2, torch.randn(8, 4), torch.randn(8, 4))
-
-
 def test_a_buffer_that_depends_on_rows_in_a_later_step_is_refused_there(threads):
     model, x = WithBuffer(lambda seen, x: seen.add_(1 + (x.abs() > 0.999).sum())), torch.randn(8, 4)
     driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
@@ -543,6 +497,94 @@ def test_a_buffer_that_depends_on_rows_in_a_later_step_is_refused_there(threads)
     with pytest.raises(RuntimeError, match=r"forward changes 'seen' of submod_0 by the rows that it is given"):
         driver.run(4, x, x)
     assert driver.state_dict()["seen"].eq(1).all()
+
+
+def mean_of_known(output, target):
+    return F.cross_entropy(output[target >= 0], target[target >= 0])
+
+
+def weighted(o, t):
+    return (F.cross_entropy(o, t, reduction="none") * t).sum() / t.sum()
+
+
+class Tokens(Net):
+    """Gives three numbers of two classes for each row."""
+
+    def forward(self, x):
+        return torch.cat([super().forward(x), x[:, :2]], 1).unflatten(1, (3, 2)).flatten(0, 1)
+
+
+def least(seen, x):
+    seen[:2].copy_(torch.minimum(seen[:2], x.amin(0)[:2]))
+
+
+def infinite_buffer():
+    model = WithBuffer(least)
+    model.seen.fill_(math.inf)
+    return model
+
+
+def halves(one, other):
+    return MicroBatches([torch.tensor(one), torch.tensor(other)])
+
+
+def chosen(o, t):
+    return F.cross_entropy(o[o.amax(1) > -100], t[o.amax(1) > -100], ignore_index=-1)
+
+
+def refused(words, loss_fn, target, make=Net, **options):
+    return words, make, loss_fn, torch.tensor(target) if isinstance(target, list) else target, options
+
+
+KNOWN = r"loss_reduction=lambda target: \(target >= 0\)\.sum\(\)"
+ALIKE = torch.zeros(8, 4, dtype=torch.float64)
+ALIKE[::2] = torch.linspace(-1, 2, 16, dtype=torch.float64).reshape(4, 4) ** 2
+REFUSED = {
+    "a choice by computed numbers": refused(
+        r"a mean over the rows that a mask chooses(.|\n)*loss_reduction=", chosen, [0, 1, 2, 3, 0, 1, 2, 3]
+    ),
+    "random numbers that are not torch's": refused(
+        r"draws random numbers.*loss_reduction='mean'", lambda o, t: (o - t).square().mean() * random.random(), ALIKE
+    ),
+    "a gradient of weights that is clamped in each micro-batch": refused(
+        r"gradient of 'a\.weight'(.|\n)*the model mixes rows(.|\n)*chunks=1", nn.MSELoss(), ALIKE, RoundsWeights
+    ),
+    "a sum beside a buffer that begins at infinity": refused(
+        "loss_reduction='sum'", lambda o, t: (o - t).square().sum(), ALIKE, infinite_buffer
+    ),
+    "a single row in each micro-batch, which is taken several times": refused(
+        KNOWN, lambda o, t: mean_of_known(o, t.flatten()), halves([[1, 0, 1]], [[1, 0, -1]]), Tokens
+    ),
+    "padding in another piece than the one that is tried": refused(
+        KNOWN, mean_of_known, halves([0, 1, 2, 3], [0, -1, 2])
+    ),
+    "rows that are alike, of which a variance of one and two others is a mean": refused(
+        "The numbers differ", lambda o, t: o.var(0).mean() + 0 * t.sum(), ALIKE
+    ),
+    **{  # a mean that is weighted by labels is one over rows, if the labels of both micro-batches have the same mean
+        f"labels {labels}": refused(
+            r"loss_reduction=lambda target: target.sum\(\)", weighted, labels, loss_reduction="mean"
+        )
+        for labels in ([3, 3, 3, 3, 3, 3], [1, 2, 2, 1, 2, 3], [1, 3, 2, 2, 1, 3])
+    },
+    "numbers that were put into the rows": refused(
+        r"^5 of the rows, in some of which 'target' is 7, were run as one micro-batch",
+        mean_where(lambda t: t != 7),
+        [1, 2, 3, 0, 1, 2, 3, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(threads, name):
+    words, make, loss_fn, target, options = REFUSED[name]
+    pieces = isinstance(target, MicroBatches)
+    x = MicroBatches([torch.randn(len(each), 4) for each in target.values]) if pieces else torch.randn(len(target), 4)
+    x, pipe = target if target is ALIKE else x, pipeline(make(), loss_fn)
+    with pytest.raises(MicrobatchError, match=words):
+        PipelineDriver1F1B(pipe, threads, **options).run(2, x, target)
+    if name in ("a choice by computed numbers", "random numbers that are not torch's"):  # as the message advises
+        PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, x, target)
 
 
 # When it is checked
@@ -595,33 +637,6 @@ def test_what_cannot_be_compared_is_refused(threads):
     assert unchecked.checked is None
 
 
-def mean_of_known(output, target):
-    return F.cross_entropy(output[target >= 0], target[target >= 0])
-
-
-def test_a_single_row_in_each_micro_batch_is_tried_with_other_targets(threads):
-    """The row is taken several times. Nothing was compared, and its loss was taken for a mean over rows."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)))
-
-    def loss_fn(output, target):
-        return mean_of_known(output.flatten(0, 1), target.flatten())
-
-    pieces = MicroBatches([torch.randn(1, 4), torch.randn(1, 4)])
-    targets = MicroBatches([torch.tensor([[1, 0, 1]]), torch.tensor([[1, 0, -1]])])
-    pipe = Pipe.from_sequential(model, loss_fn)
-    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: \(target >= 0\).sum\(\)"):
-        PipelineDriver1F1B(pipe, threads).run(2, pieces, targets)
-
-
-def test_padding_in_another_piece_than_the_one_that_is_tried(threads):
-    """Numbers were put into rows of whole tensors alone, not into those of pieces."""
-    pipe = pipeline(Net(), mean_of_known)
-    pieces = MicroBatches([torch.randn(4, 4), torch.randn(3, 4)])
-    targets = MicroBatches([torch.tensor([0, 1, 2, 3]), torch.tensor([0, -1, 2])])
-    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: \(target >= 0\).sum\(\)"):
-        PipelineDriver1F1B(pipe, threads).run(2, pieces, targets)
-
-
 @pytest.mark.parametrize("infinite", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_said_and_compared_later(threads, infinite):
     """It is the plain model's, too, and shows nothing."""
@@ -653,10 +668,10 @@ def test_it_takes_two_trials_of_few_rows_if_nothing_is_asked(threads, monkeypatc
 
 
 @pytest.mark.parametrize("target", [[0, 1, 2, 3] * 2, [0, 1, -100, 3, -100, 1, 2, -100]])
-def test_it_takes_seven_trials_where_a_loss_of_torch_counts(threads, monkeypatch, target):
-    """Three sets of rows, cut in two places; and one of them as a mean over rows."""
+def test_it_takes_nine_trials_at_most_where_a_loss_of_torch_counts(threads, monkeypatch, target):
+    """Three sets of rows, cut in two places; and those once as a mean over rows that have other weights then."""
     loss_fn = lambda o, t: F.cross_entropy(o, t)  # noqa: E731
-    assert trials_of_a_first_step(threads, monkeypatch, loss_fn, torch.tensor(target)) == 7
+    assert trials_of_a_first_step(threads, monkeypatch, loss_fn, torch.tensor(target)) <= 9
 
 
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
@@ -720,15 +735,6 @@ def test_rows_that_are_all_padding_do_not_hide_others(threads, padded_rows, chun
         PipelineDriver1F1B(pipe, threads, loss_reduction=said).run(chunks, x, target)
 
 
-def test_rows_that_are_alike_do_not_hide_others(threads):
-    """All but one of the tried rows were alike: a variance of one row and two others is a mean of rows, by chance."""
-    pipe = pipeline(Net(), lambda o, t: o.var(0).mean() + 0 * t.sum())
-    x = torch.zeros(8, 4)
-    x[[0, 2, 4, 6]] = torch.randn(4, 4)
-    with pytest.raises(MicrobatchError):
-        PipelineDriver1F1B(pipe, threads).run(2, x, x)
-
-
 MIXED_A_LITTLE = {
     "sums": lambda h: h + 1e-3 * h.cumsum(0),
     "sums, less": lambda h: h + 1e-5 * h.cumsum(0),
@@ -738,20 +744,11 @@ MIXED_A_LITTLE = {
 }
 
 
-class MixesALittle(Net):
-    def __init__(self, mix):
-        super().__init__()
-        self.mix = mix
-
-    def forward(self, x):
-        return self.mix(super().forward(x))
-
-
 @pytest.mark.parametrize("mix", MIXED_A_LITTLE.values(), ids=MIXED_A_LITTLE)
 def test_what_the_order_of_rows_changes_is_not_rounding(threads, mix):
     """In float32 the model with its rows turned showed what was taken for rounding: gradients were off by 2.6e-3."""
     torch.set_default_dtype(torch.float32)
-    model, x, target = MixesALittle(mix), torch.randn(8, 4), torch.randn(8, 4)
+    model, x, target = Mixing(mix), torch.randn(8, 4), torch.randn(8, 4)
     with pytest.raises(MicrobatchError, match="were run as one micro-batch by the plain model"):
         PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads).run(2, x, target)
 
@@ -776,37 +773,11 @@ def test_rows_of_padding_that_tie_do_not_hide_a_choice_among_rows(threads):
     assert_same(driver, 2, model, loss_fn, x, target)
 
 
-def weighted(o, t):
-    return (F.cross_entropy(o, t, reduction="none") * t).sum() / t.sum()
-
-
-@pytest.mark.parametrize("target", [[3, 3, 3, 3, 3, 3], [1, 2, 2, 1, 2, 3], [1, 3, 2, 2, 1, 3]])
-def test_two_ways_to_cut_do_not_agree_by_chance(threads, target):
-    """A mean that is weighted by labels is one over rows, if the labels of both micro-batches have the same mean."""
-    pipe, target = pipeline(Net(), weighted), torch.tensor(target)
-    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: target.sum\(\)"):
-        PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, torch.randn(6, 4), target)
-
-
-def by_hand(o, t):
-    return -o.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).mean()
-
-
-@pytest.mark.parametrize("how", [None, "mean"])
-def test_a_number_that_torchs_loss_ignores_counts_in_a_loss_that_counts_it(threads, how):
-    """With ``loss_reduction="mean"``, a micro-batch whose targets are all -100 counted nothing, whatever the loss."""
+def test_a_mean_that_is_given_counts_micro_batches_that_torchs_losses_would_leave_out(threads):
     model, x = Net(), torch.randn(8, 4)
-    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), by_hand), threads, loss_reduction=how)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), by_hand), threads, loss_reduction="mean")
     assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, -100, 3, 2, -100, 1, 2]))
     assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, 2, 3, -100, -100, 1, 2]))
-
-
-def test_the_error_says_which_numbers_were_put_into_the_rows(threads):
-    pipe = pipeline(Net(), mean_where(lambda t: t != 7))
-    with pytest.raises(
-        MicrobatchError, match=r"^5 of the rows, in some of which 'target' is 7, were run as one micro-batch"
-    ):
-        PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), torch.tensor([1, 2, 3, 0, 1, 2, 3, 0]))
 
 
 # Memory

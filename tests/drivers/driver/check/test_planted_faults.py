@@ -12,20 +12,19 @@ pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 # What differs, where it begins, and what is said of it.
 ALL = {"loss", "output", "gradient"}
+LAST, GOT = "the last stage whose gradient differs", "is not what was given for it"
 FAULTS = {
-    faults.gradient_scaled: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
+    faults.gradient_scaled: ({"gradient"}, "submod_1", LAST),
     faults.gradient_of_input_scaled: ({"gradient"}, "submod_1", "from the same gradients, it gives others"),
-    faults.microbatch_dropped: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
     faults.buffer_updated_twice: ({"buffer"}, "submod_1", "its buffer rows differs after the step"),
     faults.weight_of_loss_wrong: ({"loss", "gradient"}, "submod_2", "is not the weighted sum of the losses"),
-    faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", "whose gradient differs, that of shared"),
-    faults.value_of_other_microbatch: (ALL, "submod_1", "got another value than submod_0 gave"),
-    faults.gradient_of_other_microbatch: ({"gradient"}, "submod_1", "are not what was given for it"),
-    faults.stale_parameters: (ALL, "submod_1", "on the same inputs, its outputs"),
+    faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", f"{LAST}, that of shared"),
+    faults.value_of_other_microbatch: (ALL, "submod_1", GOT),
+    faults.gradient_of_other_microbatch: ({"gradient"}, "submod_1", GOT),
+    faults.stale_parameters: (ALL, "submod_1", "from the same inputs, it gives other outputs"),
     faults.other_rate: ({"parameter"}, "submod_1", "its update of second"),
-    faults.accumulated_twice: ({"gradient"}, "submod_1", "the last stage whose gradient differs"),
-    faults.activation_rounded: (ALL, "submod_2", "got another value than submod_1 gave"),
-    faults.copy_not_stored: (ALL | {"parameter"}, "submod_2", "on the same inputs, its outputs"),
+    faults.activation_rounded: (ALL, "submod_2", GOT),
+    faults.copy_not_stored: (ALL | {"parameter"}, "submod_2", "from the same inputs, it gives other outputs"),
 }
 
 
@@ -92,7 +91,7 @@ class Containers(nn.Module):
         return self.last(given["x"]) * given["sum"]
 
 
-IN_CONTAINERS = [each for each in FAULTS if FAULTS[each][2].startswith(("got", "on the", "from the", "are not"))]
+IN_CONTAINERS = [each for each in FAULTS if FAULTS[each][2].startswith(("from the same", GOT))]
 
 
 @pytest.mark.parametrize("fault", [each for each in IN_CONTAINERS if each is not faults.copy_not_stored])

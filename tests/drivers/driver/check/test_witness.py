@@ -9,29 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy import PipelineDriver1F1B, pipeline
 from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.driver.check import first_step
 from pippy.drivers.driver.check.comparisons import Budget, Comparisons, Cost
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.report import Checked
+from pippy.drivers.worker.gradients.buffers import StepBuffers
 from pippy.ir.pipe import compiled_of, model_of
+from tests.drivers.driver.check.faults import Acts
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-
-
-class Net(nn.Module):
-    """Three stages. ``act`` is done between the first two layers, in the first stage."""
-
-    def __init__(self, act=torch.tanh):
-        super().__init__()
-        self.first, self.second, self.last, self.act = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3), act
-
-    def forward(self, x):
-        x = self.act(self.first(x))
-        pipe_split()
-        x = torch.tanh(self.second(x))
-        pipe_split()
-        return self.last(x)
 
 
 def batch(rows=7):
@@ -114,7 +102,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_tracing_loses_is_found_and_named(threads, name, chunks):
     plant, stage = FAULTS[name]
-    pipe = pipeline(Net(), nn.CrossEntropyLoss())
+    pipe = pipeline(Acts(), nn.CrossEntropyLoss())
     plant(pipe)
     driver = PipelineDriver1F1B(pipe, threads)
     with pytest.raises(MicrobatchError, match=r"(?s)tracing has lost something|cannot") as raised:
@@ -139,7 +127,7 @@ BY_ROWS = {
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_a_loss_that_depends_on_the_number_of_rows(threads, name):
     loss_fn, (x, target) = BY_ROWS[name], batch(12)
-    pipe = pipeline(Net(), loss_fn)
+    pipe = pipeline(Acts(), loss_fn)
     with pytest.raises(MicrobatchError, match=r"chunks=1") as raised:
         PipelineDriver1F1B(pipe, threads).run(3, x, target)
     assert "example" not in str(raised.value)
@@ -156,7 +144,7 @@ def test_a_loss_that_depends_on_the_number_of_rows(threads, name):
 # What is left behind, and what is compared
 
 
-class Remembers(Net):
+class Remembers(Acts):
     """It changes a buffer, an attribute, a list and a flag, and draws random numbers."""
 
     def __init__(self):
@@ -188,7 +176,7 @@ def test_the_users_model_is_afterwards_as_it_was(threads):
 
 def test_later_kinds_are_compared_with_the_numbers_of_the_workers(threads):
     """The model in this process is older than those of the workers; it has its own numbers again, at the same versions."""
-    model, loss_fn, (x, target) = Net(), nn.CrossEntropyLoss(), batch()
+    model, loss_fn, (x, target) = Acts(), nn.CrossEntropyLoss(), batch()
     driver = PipelineDriver1F1B(pipeline(model, loss_fn), threads)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=1.0)
     driver.run(3, x, target)
@@ -202,20 +190,20 @@ def test_later_kinds_are_compared_with_the_numbers_of_the_workers(threads):
 
 
 def test_what_was_compared_is_said(threads, caplog):
-    driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads)
+    driver = PipelineDriver1F1B(pipeline(Acts(), nn.MSELoss()), threads)
     assert driver.checked is None
     with caplog.at_level(logging.INFO, "pippy"):
         driver.run(3, torch.randn(7, 4), torch.randn(7, 3))
     assert "7 of 7 rows in 3 micro-batches: the loss and 6 gradients" in str(driver.checked)
     assert str(driver.checked) in caplog.text
-    assert not PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads, check=False).checked
+    assert not PipelineDriver1F1B(pipeline(Acts(), nn.MSELoss()), threads, check=False).checked
 
 
 def test_a_budget_says_how_many_rows_are_compared(threads):
     x, target = torch.randn(40, 4), torch.randn(40, 3)
 
     def tried(**options):
-        driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads, **options)
+        driver = PipelineDriver1F1B(pipeline(Acts(), nn.MSELoss()), threads, **options)
         driver.run(4, x, target)
         return driver.checked.tried
 
@@ -223,7 +211,7 @@ def test_a_budget_says_how_many_rows_are_compared(threads):
     assert tried(check=1e-9) == 5
     for wrong in ("all", 0, -1.0, None):
         with pytest.raises(DriverError, match=r"check=.*give True, a number of seconds.*'full'.*or False"):
-            PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads, check=wrong)
+            PipelineDriver1F1B(pipeline(Acts(), nn.MSELoss()), threads, check=wrong)
 
 
 def test_rows_that_do_not_fit_into_memory_are_not_run(threads, monkeypatch):
@@ -256,7 +244,7 @@ def losing_little(x):
 @pytest.mark.parametrize("how", ["parameters", "autocast"])
 def test_a_part_of_a_gradient_that_is_lost_does_not_hide_in_16_bits(threads, how):
     torch.set_default_dtype(torch.float32)
-    model = Net().bfloat16() if how == "parameters" else Net()
+    model = Acts().bfloat16() if how == "parameters" else Acts()
     pipe = pipeline(model, nn.CrossEntropyLoss())
     x, target = batch(8)
     x = x.bfloat16() if how == "parameters" else x.float()
@@ -270,18 +258,23 @@ def test_a_part_of_a_gradient_that_is_lost_does_not_hide_in_16_bits(threads, how
     assert all(each.dtype is (torch.bfloat16 if how == "parameters" else torch.float32) for each in model.parameters())
 
 
-# Each part of it is needed
+# Each part of it is needed: damaged in one place, it accepts what it refuses.
 
 
-def a_gradient_is_forgotten(monkeypatch):
-    inner = Comparisons.beside
-    monkeypatch.setattr(
-        Comparisons,
-        "beside",
-        lambda self, *given: tuple(
-            {key: each for key, each in side.items() if key[0] != "gradient"} for side in inner(self, *given)
-        ),
-    )
+def without(left_out):
+    """Leave out the numbers for which ``left_out`` is true, on both sides."""
+
+    def mutant(monkeypatch):
+        inner = Comparisons.beside
+
+        def beside(self, *given):
+            sides = inner(self, *given)
+            return tuple({key: each for key, each in side.items() if not left_out(*key)} for side in sides)
+
+        monkeypatch.setattr(Comparisons, "beside", beside)
+        monkeypatch.setattr(StepBuffers, "disagreeing", lambda self: [])
+
+    return mutant
 
 
 def the_pipeline_is_its_own_witness(monkeypatch):
@@ -291,6 +284,11 @@ def the_pipeline_is_its_own_witness(monkeypatch):
 
 def few_rows_alone(monkeypatch):
     monkeypatch.setattr(Budget, "rows", lambda *given: 0.0)
+
+
+def the_rows_as_they_are(monkeypatch):
+    monkeypatch.setattr(first_step, "edited", lambda *_: iter(()))
+    monkeypatch.setattr(FirstStep, "_check_choices", lambda *_: None)
 
 
 def a_warning_in_place_of_a_refusal(monkeypatch):
@@ -305,22 +303,64 @@ def a_warning_in_place_of_a_refusal(monkeypatch):
     monkeypatch.setattr(FirstStep, "_check", check)
 
 
-@pytest.mark.parametrize(
-    ("mutant", "loss_fn", "fault"),
-    [
-        (a_gradient_is_forgotten, nn.CrossEntropyLoss(), "a gradient is cut"),
-        (the_pipeline_is_its_own_witness, nn.CrossEntropyLoss(), "a gradient is cut"),
-        (few_rows_alone, BY_ROWS["the first six"], None),
-        (a_warning_in_place_of_a_refusal, BY_ROWS["a spread"], None),
-    ],
-)
-def test_a_damaged_witness_accepts_what_is_wrong(threads, monkeypatch, mutant, loss_fn, fault):
+def mixing_gradients(h):
+    """Its values are those of each row, and its gradients mix rows."""
+    mean = torch.tanh(h).mean(0) ** 2
+    return torch.tanh(h) + mean - mean.detach()
+
+
+class Counts(Acts):
+    """Keeps a running mean, and uses it nowhere."""
+
+    def __init__(self):
+        super().__init__(self.counted)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def counted(self, h):
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.1)
+        return torch.tanh(h)
+
+
+def masked(output, target):
+    keep = (target != -100).unsqueeze(1)
+    return ((output - target.unsqueeze(1)) ** 2 * keep).sum() / keep.sum()
+
+
+def cut_gradient():
+    return Acts(), nn.CrossEntropyLoss(), FAULTS["a gradient is cut"][0]
+
+
+def mixing():
+    return Acts(mixing_gradients), nn.CrossEntropyLoss(), None
+
+
+def losing(name):
+    return lambda: (Acts(), BY_ROWS[name], None)
+
+
+MUTANTS = {
+    "gradients": (without(lambda kind, name: kind == "gradient"), cut_gradient),
+    "the gradients of a stage": (without(lambda kind, name: (kind, name[:5]) == ("gradient", "first")), mixing),
+    "all but losses": (without(lambda kind, name: kind != "loss"), mixing),
+    "buffers": (without(lambda kind, name: kind == "buffer"), lambda: (Counts(), nn.CrossEntropyLoss(), None)),
+    "the user's model": (the_pipeline_is_its_own_witness, cut_gradient),
+    "all rows": (few_rows_alone, losing("the first six")),
+    "other rows": (the_rows_as_they_are, lambda: (Acts(), masked, None)),
+    "the refusal": (a_warning_in_place_of_a_refusal, losing("a spread")),
+}
+
+
+@pytest.mark.parametrize("left_out", MUTANTS)
+def test_a_damaged_witness_accepts_what_is_wrong(threads, monkeypatch, left_out):
+    mutant, make = MUTANTS[left_out]
     x, target = batch(12)
 
     def first_loss():
-        pipe = pipeline(Net(), loss_fn)
+        model, loss_fn, fault = make()
+        pipe = pipeline(model, loss_fn)
         if fault is not None:
-            FAULTS[fault][0](pipe)
+            fault(pipe)
         return PipelineDriver1F1B(pipe, threads).run(2, x, target)
 
     with pytest.raises(MicrobatchError):
