@@ -104,7 +104,7 @@ class ModelOnWorkers:
     @random_state.setter
     def random_state(self, state: Mapping[str, int] | None) -> None:
         self.commands.wait()
-        self.commands.numbers = checked_numbers(state, self.commands.numbers)
+        self.commands.go_on_at(checked_numbers(state, self.commands.numbers))
         self.recovery.begin_at()
 
     # Gradients
@@ -115,7 +115,7 @@ class ModelOnWorkers:
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of replicated parameters, if that was not done; whatever reads gradients does it first."""
-        if self.commands.gradients is GradientState.UNREDUCED:
+        if self.commands.known.state is GradientState.UNREDUCED:
             self._change_gradients()
 
     def get_grad(self, name: str) -> torch.Tensor | None:

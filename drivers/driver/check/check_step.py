@@ -31,9 +31,9 @@ from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
 from pippy.drivers.placement.replicas import RunningStatistics
-from pippy.drivers.protocol.state import GiveState, HoldState, PutBackState, TensorLocation
+from pippy.drivers.protocol.state import GiveState, HoldState, TensorLocation
 from pippy.drivers.protocol.steps import SeenCall
-from pippy.drivers.session.driver_commands import DriverCommands, GradientState
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.base.readable import brief
@@ -285,7 +285,7 @@ def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> 
     """A context for steps and updates. It begins without gradients; at its end the driver is as before."""
     commands.call(dict.fromkeys(commands.workers, HoldState()))
     before = ControllerState.current(commands, optimizers, None)
-    commands.gradients = GradientState.REDUCED
+    commands.set_aside()
     try:
         yield
     except BaseException as error:
@@ -295,7 +295,7 @@ def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> 
         with first_waits():  # or some workers would have theirs again, and others not
             try:
                 if not commands.session.broken:  # else `recover` goes back
-                    commands.call(dict.fromkeys(commands.workers, PutBackState()))
+                    commands.call(dict.fromkeys(commands.workers, HoldState(put_back=True)))
             finally:
                 before.put_back()
 
