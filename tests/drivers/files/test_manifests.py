@@ -126,6 +126,7 @@ SAYS = {
     "no format": (entry("format", value=...), "does not say"),
     "no number": (entry("number", value=...), "manifest lacks 'number'"),
     "a number that is a text": (entry("number", value="2"), r"\['number'\] is '2', and must be a whole number"),
+    "a number that is true": (entry("number", value=True), "is True, and must be"),
     "a number below 0": (entry("number", value=-1), "is -1, and must be"),
     "a number that is no number": (entry("number", value=float("nan")), "is nan, and must be"),
     "a number that is too large": (entry("number", value=10**4000), "is 1000.*…, and must be"),
