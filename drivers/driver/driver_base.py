@@ -54,8 +54,8 @@ from pippy.drivers.driver.steps.updates import check_trains, checked_updates, ev
 from pippy.drivers.engines.cluster import Cluster, DriverPlaces, current_cluster
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.optimizers.stale_models import watch_gradients
 from pippy.drivers.model.recovery.recovery import NotReplaced
-from pippy.drivers.model.script_gradients import watch_gradients
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program

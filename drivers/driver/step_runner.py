@@ -141,7 +141,7 @@ class StepRunner:
             return
         before, compared = _settings(watch.settings), _compared_settings(watch.settings)
         watch.follow(self.model.pipe, self.compiled)
-        self.model.check_written()
+        self.model._check_written()
         self._statistics.check()
         watch.note()
         self.placed.set(watch.settings)

@@ -104,7 +104,7 @@ class ModelOnWorkers:
     @random_state.setter
     def random_state(self, state: Mapping[str, int] | None) -> None:
         self.commands.wait()
-        self.commands.numbers = checked_numbers(state, self.commands.numbers)
+        self.commands.go_on_at(checked_numbers(state, self.commands.numbers))
         self.recovery.begin_at()
 
     # Gradients
@@ -115,7 +115,7 @@ class ModelOnWorkers:
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of replicated parameters, if that was not done; whatever reads gradients does it first."""
-        if self.commands.gradients is GradientState.UNREDUCED:
+        if self.commands.known.state is GradientState.UNREDUCED:
             self._change_gradients()
 
     def get_grad(self, name: str) -> torch.Tensor | None:
@@ -131,7 +131,7 @@ class ModelOnWorkers:
         wanted = self._names() if names is None else names
         self.commands.check_not_edited()  # or else these would not be those of the script
         self.reduce_gradients()
-        found = self.fetch(wanted, gradients=True)
+        found = self._fetch(wanted, gradients=True)
         self.commands.fetched += [(each, each._version) for each in found.values() if each is not None]
         return found
 
@@ -210,7 +210,7 @@ class ModelOnWorkers:
         """The model's state dict, with the parameters and buffers as they are on the workers."""
         self.filling.check("state_dict()")
         state = self.pipe.state_dict()
-        state.update(self.fetch(self._on_workers(state)))
+        state.update(self._fetch(self._on_workers(state)))
         for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
             del state[name]  # no stage uses it, so nobody has given it numbers
         return state
@@ -250,7 +250,7 @@ class ModelOnWorkers:
                 "copy_to was given a model on the meta device, which cannot hold numbers; give one that was made on another "
                 "device, or save driver.state_dict()"
             )
-        values = {**pipe_tensors, **self.fetch([name for name in names if self.placed.locations(name)])}
+        values = {**pipe_tensors, **self._fetch([name for name in names if self.placed.locations(name)])}
         if all(model_tensors[name] is pipe_tensors[name] for name in names):
             self.stale.end()  # before what follows, which is no read of old numbers
         with torch.no_grad():
@@ -297,7 +297,7 @@ class ModelOnWorkers:
                 self.stale.end()
         return loaded
 
-    def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
+    def _fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
         wanted = list(names)
         by_worker = self.placed.first_locations(wanted, owned=gradients)
@@ -311,11 +311,11 @@ class ModelOnWorkers:
             )
         return by_name
 
-    def check_written(self) -> None:
+    def _check_written(self) -> None:
         """Raise if the script has written numbers into its model that are not those on the workers."""
         written = [name for name in self.watch.written() if self.placed.locations(name)]
         here = {name: each for name, each in named_state(self.pipe) if name in written and not each.is_meta}
-        there = self.fetch(here) if here else {}
+        there = self._fetch(here) if here else {}
         other = [name for name, each in here.items() if not _are_equal(each.detach().cpu(), there[name])]
         if other:
             get = "get_parameter" if isinstance(here[other[0]], nn.Parameter) else "get_buffer"

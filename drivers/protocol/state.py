@@ -300,44 +300,41 @@ class TakeState:
 
 @dataclass(frozen=True)
 class HoldState:
-    """Set aside the driver's state on the worker, without its programs. The driver goes on without gradients."""
+    """Set aside the driver's state on the worker, without its programs. The driver goes on without gradients.
 
+    With ``put_back``, put back what was set aside: all changes since then are undone.
+    """
 
-@dataclass(frozen=True)
-class PutBackState:
-    """Put back the state that was set aside: all changes since then are undone."""
+    put_back: bool = False
 
 
 # Copies of what workers hold, in the memory of their neighbours.
 
 
 @dataclass(frozen=True)
-class KeepState(NeedsPeers):
-    """Copy what the worker holds, and exchange copies with neighbours, as ``order`` says.
-
-    Copies of other points than ``before`` are dropped.
-    """
-
-    point: int
-    before: int | None
-    order: tuple[Instruction, ...]
-
-    def peers(self, worker: int) -> set[int]:
-        """The neighbours."""
-        return others_in(self.order)
-
-
-@dataclass(frozen=True)
-class TakeKept(NeedsPeers):
-    """Go back to a point. By ``order``, send the copies that other workers lack, and take those that this worker lacks.
-
-    The stages that the worker has now were on the workers ``sources`` then: it takes their state from the copies of these.
-    """
+class PassStates(NeedsPeers):
+    """Exchange copies of what workers hold at a point, as ``order`` says."""
 
     point: int
     order: tuple[Instruction, ...]
-    sources: tuple[int, ...]
 
     def peers(self, worker: int) -> set[int]:
         """The workers that copies go to, or come from."""
         return others_in(self.order)
+
+
+@dataclass(frozen=True)
+class KeepState(PassStates):
+    """Copy what the worker holds, and exchange copies with neighbours. Copies of other points than ``before`` are dropped."""
+
+    before: int | None = None
+
+
+@dataclass(frozen=True)
+class TakeKept(PassStates):
+    """Go back to a point: send the copies that other workers lack, and take those that this worker lacks.
+
+    The stages that the worker has now were on the workers ``sources`` then: it takes their state from the copies of these.
+    """
+
+    sources: tuple[int, ...] = ()

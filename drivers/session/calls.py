@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch.futures import Future
 
@@ -16,6 +16,7 @@ from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process_signs import Sign
 from pippy.drivers.base.sign_process import FarSigns
+from pippy.drivers.protocol.commands import Answer, Failure
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.pollable_event import PollableEvent
@@ -126,6 +127,14 @@ def succeeds(read: Callable[[], Any]) -> bool:
         except Exception:
             return False
     return True
+
+
+def answer_to(call: PendingCall) -> Answer:
+    """What a worker answered to a command: a failure, too, if it could not read the message, or we cannot read the answer."""
+    answer, error = outcome(lambda: call.answer)
+    if error is not None:
+        return Answer(failure=Failure(f"{type(error).__name__}: {error}", "", where="the exchange of messages"))
+    return cast(Answer, answer)
 
 
 def last_line(error: Exception) -> str:

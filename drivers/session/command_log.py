@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.protocol.commands import Answer, Command, CommandElsewhere, GiveUp, NeedsPeers, ZeroGrad
 from pippy.drivers.protocol.programs import ForgetPeers
-from pippy.drivers.protocol.state import Initialize, OptimizerStep, PutBackState, RestoreState, TakeKept, TakeState
+from pippy.drivers.protocol.state import HoldState, Initialize, OptimizerStep, RestoreState, TakeKept, TakeState
 from pippy.drivers.session.told import given_up_error, late_text, step_error, stuck_text
 from pippy.ir.base.surroundings import Surroundings
 
-_CHANGES = OptimizerStep, RestoreState, TakeState, TakeKept, Initialize, PutBackState
+_CHANGES = OptimizerStep, RestoreState, TakeState, TakeKept, Initialize, HoldState
 
 
 def _nothing() -> None:

@@ -4,7 +4,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial, wraps
@@ -95,21 +94,6 @@ def checked_numbers(state: Any, now: StepNumbers | None) -> StepNumbers | None:
     return StepNumbers(**state)
 
 
-def memento(owner: Any, names: Iterable[str]) -> Callable[[], None]:
-    """What gives attributes of an object, those with these names, again what they are now: as often as it is called.
-
-    >>> numbers = StepNumbers(7)
-    >>> put_back = memento(numbers, ["seed"])
-    >>> vars(numbers)["seed"] = 8
-    >>> put_back()
-    >>> numbers.seed
-    7
-    """
-
-    now = {name: copy(getattr(owner, name)) for name in names}
-    return lambda: vars(owner).update({name: copy(value) for name, value in now.items()})
-
-
 class NonFiniteGradients:
     """Follows the gradients of a driver by the names of parameters, from the step that made them until they are dropped.
 
@@ -124,8 +108,13 @@ class NonFiniteGradients:
         self._names: set[str] = set()
 
     def memento(self) -> Callable[[], None]:
-        """What puts back what is known now."""
-        return memento(self, ("steps", "_all_dropped", "_dropped", "_names"))
+        """What puts back what is known now, as often as it is called."""
+        steps, all_dropped, dropped, names = self.steps, self._all_dropped, {**self._dropped}, {*self._names}
+
+        def put_back() -> None:
+            self.steps, self._all_dropped, self._dropped, self._names = steps, all_dropped, {**dropped}, {*names}
+
+        return put_back
 
     def step(self, accept: AcceptAnswers) -> AcceptAnswers:
         """A step with a scaled loss is posted. Returns what accepts its answers, ``accept`` first."""
@@ -185,6 +174,24 @@ class GradientState(Enum):
     TO_DROP = "zero_grad() was called, and the next command tells the workers"
 
 
+@dataclass(frozen=True)
+class KnownGradients:
+    """What the controller knows of the gradients on the workers, and of the steps that made them.
+
+    ``zeroed`` has the optimizers whose gradients the next command drops. If it ``has_gradients``, those of parameters are there
+    whose names are not ``dropped``. ``steps`` counts those since the last update; ``unapplied`` says that one of them trained.
+    """
+
+    state: GradientState = GradientState.REDUCED
+    zeroed: frozenset[int] = frozenset()
+    has_gradients: bool = False
+    dropped: frozenset[str] = frozenset()
+    steps: int = 0
+    steps_of_last_update: int = 0
+    unapplied: bool = False
+    numbers: StepNumbers | None = None
+
+
 def in_turn(method: Callable[Concatenate[Self, Given], Returned]) -> Callable[Concatenate[Self, Given], Returned]:
     """A method of a driver or of its `DriverCommands` that sends something: those that other threads call wait for its end.
 
@@ -203,7 +210,7 @@ class DriverCommands:
     """Sends the commands of one driver to its workers, and follows what becomes of the gradients there.
 
     A command that fails, or that Ctrl-C or a time limit ends, is given up. The workers then have the gradients of before
-    it, and the controller goes back to the state of before it. ``gradients`` is one of three states:
+    it, and the controller goes back to the state of before it. ``known.state`` is one of three:
 
         what happens                               REDUCED       UNREDUCED     TO_DROP
         -----------------------------------------  ------------  ------------  ------------
@@ -217,7 +224,7 @@ class DriverCommands:
 
         * REDUCED if the Pipe has no replicated parameters
 
-    In TO_DROP every command goes to all workers, and has them drop their gradients first. ``zeroed`` has the optimizers
+    In TO_DROP every command goes to all workers, and has them drop their gradients first. ``known.zeroed`` has the optimizers
     that drop only the gradients of their own parameters, in the same way: no state changes by that.
 
     Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
@@ -243,12 +250,7 @@ class DriverCommands:
         numbers: StepNumbers | None = None,
     ) -> None:
         self.session, self.driver, self.workers, self.has_copies = session, driver, tuple(workers), has_copies
-        self.nonfinite, self.numbers = nonfinite, numbers
-        self.gradients = GradientState.REDUCED
-        self.zeroed: frozenset[int] = frozenset()
-        self.has_gradients, self.dropped = False, frozenset[str]()  # but for those with these names
-        self.steps = self.steps_of_last_update = 0
-        self.unapplied = False  # whether there was a training step since the last update
+        self.nonfinite, self.known = nonfinite, KnownGradients(numbers=numbers)
         self.flags: Flags = {}
         self.hooks: Hooks = {}
         self.flags_due = False
@@ -299,12 +301,28 @@ class DriverCommands:
 
     def memento(self) -> Callable[[], None]:
         """What puts back what is known now of gradients and steps, when the workers have again what they have now."""
-        own = ("gradients", "zeroed", "has_gradients", "steps", "steps_of_last_update", "unapplied", "numbers")
-        return memento(self, own)
+        known = self.known
+        return lambda: self._note(**vars(known))
+
+    def _note(self, **known: Any) -> None:
+        self.known = replace(self.known, **known)
+
+    @property
+    def numbers(self) -> StepNumbers | None:
+        """The numbers of the next step; None if random numbers have no key."""
+        return self.known.numbers
+
+    def go_on_at(self, numbers: StepNumbers | None) -> None:
+        """The next step has these numbers."""
+        self._note(numbers=numbers)
+
+    def set_aside(self) -> None:
+        """The workers have set their gradients aside, and go on without any."""
+        self._note(state=GradientState.REDUCED)
 
     def begin_update(self) -> None:
         """The steps since the last update do not count, and their gradients are dropped."""
-        self.steps = 0
+        self._note(steps=0)
         self.zero_grad()
 
     @contextmanager
@@ -337,7 +355,7 @@ class DriverCommands:
     @in_turn
     def close(self) -> None:
         """Have the workers drop all that belongs to the driver."""
-        self.has_gradients = False
+        self._note(has_gradients=False)
         if self._finalizer is not None and self._finalizer.alive:
             if not self.session.broken:
                 self.wait()
@@ -351,7 +369,7 @@ class DriverCommands:
     @property
     def last_before_update(self) -> bool:
         """Whether the next step is taken to be the last before the parameters are updated."""
-        return self.steps + 1 == self.steps_of_last_update
+        return self.known.steps + 1 == self.known.steps_of_last_update
 
     def flags_to_send(self, flags: Flags, hooks: Hooks) -> tuple[Flags, Hooks] | None:
         """The flags and hooks for the next step; None if the workers have these."""
@@ -373,21 +391,18 @@ class DriverCommands:
         ``accept`` takes the answers, and raises if the step must not count.
         """
         with uninterrupted(), self.session.lock:  # else an answer might undo what is noted here
-            if self.numbers is not None:
-                random = self.numbers.next(trains)
+            numbers = self.known.numbers
+            if numbers is not None:
+                random, numbers = numbers.next(trains), numbers.after(trains)
                 steps = {worker: replace(step, random=random) for worker, step in steps.items()}
             posted = self.session.post(self._command(steps, surroundings, limit, accept))
-            self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
-            self.gradients = self._after_step(trains, reduce)
-            self.steps += 1
-            self.numbers = self.numbers and self.numbers.after(trains)
+            self.told, self.flags_due = surroundings, False
+            unreduced = self.known.state is GradientState.UNREDUCED or (trains and self.has_copies)
+            state = GradientState.UNREDUCED if unreduced and not reduce else GradientState.REDUCED
+            self._note(state=state, zeroed=frozenset(), steps=self.known.steps + 1, numbers=numbers)
             if trains:
-                self.unapplied, self.has_gradients, self.dropped = True, True, frozenset()
+                self._note(unapplied=True, has_gradients=True, dropped=frozenset())
         return posted
-
-    def _after_step(self, trains: bool, reduce: bool) -> GradientState:
-        unreduced = self.gradients is GradientState.UNREDUCED or (trains and self.has_copies)
-        return GradientState.UNREDUCED if unreduced and not reduce else GradientState.REDUCED
 
     # Other commands
 
@@ -402,16 +417,16 @@ class DriverCommands:
         self.wait()
         surroundings = Surroundings.current()
         answers = self.session.call(self._command(bodies, surroundings, limit))
-        self.told, self.zeroed = surroundings, frozenset()
-        if self.gradients is GradientState.TO_DROP:
-            self.gradients = GradientState.REDUCED
+        self.told = surroundings
+        dropped = self.known.state is GradientState.TO_DROP
+        self._note(zeroed=frozenset(), state=GradientState.REDUCED if dropped else self.known.state)
         return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
 
     @in_turn
     def call_reducing(self, command: Callable[[bool], Mapping[int, Any]]) -> dict[int, Any]:
         """Like `call`, for a command that adds up the copies' gradients first if it is told to: it is made with that flag."""
-        answers = self.call(command(self.gradients is GradientState.UNREDUCED))
-        self.gradients = GradientState.REDUCED
+        answers = self.call(command(self.known.state is GradientState.UNREDUCED))
+        self._note(state=GradientState.REDUCED)
         return answers
 
     def check_not_edited(self) -> None:
@@ -427,7 +442,7 @@ class DriverCommands:
     def zero_grad(self) -> None:
         """Drop all gradients: the next command says so."""
         self.fetched = []
-        self.gradients, self.zeroed, self.has_gradients = GradientState.TO_DROP, frozenset(), False
+        self._note(state=GradientState.TO_DROP, zeroed=frozenset(), has_gradients=False)
         self.nonfinite.drop_all()
         self.parameters_updated()
 
@@ -435,21 +450,21 @@ class DriverCommands:
         """Drop the gradients of the parameters that an optimizer has, those with these names: the next command says so."""
         names = [*names]
         self.nonfinite.drop(names)
-        self.dropped = self.dropped.union(names)
-        if self.gradients is not GradientState.TO_DROP:
-            self.zeroed |= {optimizer}
+        self._note(dropped=self.known.dropped.union(names))
+        if self.known.state is not GradientState.TO_DROP:
+            self._note(zeroed=self.known.zeroed | {optimizer})
         self.parameters_updated()
 
     def has_gradient(self, name: str) -> bool:
         """Whether the workers may have a gradient of the parameter with this name."""
-        return self.has_gradients and name not in self.dropped
+        return self.known.has_gradients and name not in self.known.dropped
 
     def parameters_updated(self) -> None:
         """The steps so far made one update."""
         self.fetched = []
-        self.unapplied = False
-        if self.steps:
-            self.steps_of_last_update, self.steps = self.steps, 0
+        self._note(unapplied=False)
+        if self.known.steps:
+            self._note(steps_of_last_update=self.known.steps, steps=0)
 
     def check_open(self) -> None:
         """Raise if the driver was closed."""
@@ -467,25 +482,15 @@ class DriverCommands:
         self.check_open()
         if not self.recovering:
             self._check_whole()
-        zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
+        zero: ZeroGrad = self.known.state is GradientState.TO_DROP or tuple(sorted(self.known.zeroed)) or False
         changed = surroundings if surroundings != self.told else None
         if zero or changed:
             bodies = {**dict.fromkeys(self.workers), **bodies}
-        steps = self.steps, self.unapplied, self.has_gradients, self.dropped
-        undo = partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
+        undo = partial(self._undo, self.known, self.flags_due)
         return PendingCommand(bodies, self.driver, zero, undo, limit, changed, accept)
 
-    def _undo(
-        self,
-        gradients: GradientState,
-        steps: tuple[int, bool, bool, frozenset[str]],
-        flags_due: bool,
-        zeroed: frozenset[int],
-        numbers: StepNumbers | None,
-    ) -> None:
-        self.flags_due = self.flags_due or flags_due
-        self.zeroed |= zeroed
-        self.told, self.numbers = None, numbers
-        if self.gradients is not GradientState.TO_DROP:
-            self.gradients = gradients
-            self.steps, self.unapplied, self.has_gradients, self.dropped = steps
+    def _undo(self, before: KnownGradients, flags_due: bool) -> None:
+        now, self.told, self.flags_due = self.known, None, self.flags_due or flags_due
+        if now.state is not GradientState.TO_DROP:  # else zero_grad() was called since
+            self.known = replace(before, steps_of_last_update=now.steps_of_last_update)
+        self._note(zeroed=now.zeroed | before.zeroed, numbers=before.numbers)

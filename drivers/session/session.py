@@ -17,14 +17,23 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.base.process_signs import Look, Sign, said_of
-from pippy.drivers.protocol.commands import Answer, AskWays, ComeIn, Connect, Dump, Failure, News, Ping
+from pippy.drivers.protocol.commands import AskWays, ComeIn, Connect, Dump, News, Ping
 from pippy.drivers.session import command_log as actions
-from pippy.drivers.session.calls import Address, CallWait, Messages, PendingCall, last_line, outcome, succeeds
+from pippy.drivers.session.calls import (
+    Address,
+    CallWait,
+    Messages,
+    PendingCall,
+    answer_to,
+    last_line,
+    outcome,
+    succeeds,
+)
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
 from pippy.drivers.session.told import CompileProgress, log_for_worker
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
@@ -155,7 +164,9 @@ class Session:
         self.check()
         with self._waiting(calls, timeout, over) as wait:
             while (call := wait.next()) is not None:
-                self._inspect(call)
+                _, error = outcome(call.future.value)
+                if error is not None:
+                    self._explain(call, error)
                 yield call
 
     @contextmanager
@@ -308,7 +319,7 @@ class Session:
                 self._do(self.log.complete())
         for call in self.completed(calls, left, lambda: oldest.done):
             if oldest.unclaimed.pop(call.worker, None) is not None:
-                answer = _answer(call)
+                answer = answer_to(call)
                 self.heard(call.worker, getattr(answer, "told", None))
                 with self.lock:
                     self._do(self.log.answered(oldest, call.worker, answer))
@@ -362,23 +373,19 @@ class Session:
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, and which workers do not answer in time."""
         try:
-            return "\n".join(
-                f"{self.workers[worker].name!r}: {what}"
-                for worker, what in self._doing(range(len(self.workers)), timeout).items()
-            )
+            doing = self._doing(range(len(self.workers)), timeout)
         except ClusterError as error:
             return str(error)
+        return "\n".join(f"{self.workers[worker].name!r}: {what}" for worker, what in doing.items())
 
     def _doing(self, workers: Iterable[int], timeout: float = 1.0) -> dict[int, str]:
         """What some workers do or wait for, as they say themselves."""
-        said = self._ask(Dump(), [worker for worker in workers if worker not in self.log.gone], timeout)
-        gone = dict.fromkeys(self.log.gone, "it was lost, and has no process")
-        return {worker: {**said, **gone}.get(worker) or self._silent(worker, timeout) for worker in workers}
-
-    def _silent(self, worker: int, seconds: float) -> str:
-        """What is said of a worker that has not answered for so many seconds."""
-        what = self._said_of(worker) or "it is stopped, or its process does not let Python run"
-        return f"no answer within {seconds:g} s: {what}"
+        doing = self._ask(Dump(), [worker for worker in workers if worker not in self.log.gone], timeout)
+        doing |= dict.fromkeys(self.log.gone, "it was lost, and has no process")
+        for worker in set(workers) - doing.keys():
+            what = self._said_of(worker) or "it is stopped, or its process does not let Python run"
+            doing[worker] = f"no answer within {timeout:g} s: {what}"
+        return {worker: doing[worker] for worker in workers}
 
     def _said_of(self, worker: int, since: Sign | None = None) -> str:
         """What the system of a worker's host says of it, or nothing. ``since`` is when the worker last made progress."""
@@ -489,11 +496,6 @@ class Session:
                 raise ClusterError(f"worker {call.worker} could not forget lost workers: {failure.message}")
         self.log.replaced()
 
-    def _inspect(self, call: PendingCall) -> None:
-        _, error = outcome(call.future.value)
-        if error is not None:
-            self._explain(call, error)
-
     def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. If its connection stands, a worker that answers a ping after it lives, and the call was at fault."""
         self.check()
@@ -530,11 +532,3 @@ def _end_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_end_in_fork)
-
-
-def _answer(call: PendingCall) -> Answer:
-    """What a worker answered. It is a failure, too, if the worker could not read the message, or we cannot read its answer."""
-    answer, error = outcome(lambda: call.answer)
-    if error is not None:
-        return Answer(failure=Failure(f"{type(error).__name__}: {error}", "", where="the exchange of messages"))
-    return cast(Answer, answer)

@@ -32,7 +32,6 @@ from pippy.drivers.protocol.state import (
     KeepState,
     MakeOptimizer,
     OptimizerStep,
-    PutBackState,
     ReadState,
     RestoreState,
     TakeKept,
@@ -155,7 +154,6 @@ class DriverState:
             KeepState: self.neighbours.put,
             TakeKept: self.neighbours.get,
             HoldState: self._hold_state,
-            PutBackState: self._put_back_state,
             AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
             AddGeneration: self._add_generation,
             Generate: self._generate,
@@ -422,10 +420,9 @@ class DriverState:
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 
     def _hold_state(self, body: HoldState, number: int) -> None:
-        self.put_back = self.snapshots.hold()
-
-    def _put_back_state(self, body: PutBackState, number: int) -> None:
-        if self.put_back is not None:
+        if not body.put_back:
+            self.put_back = self.snapshots.hold()
+        elif self.put_back is not None:
             self.put_back()
             self.put_back = None
 

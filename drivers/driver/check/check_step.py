@@ -31,9 +31,9 @@ from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
 from pippy.drivers.placement.replicas import RunningStatistics
-from pippy.drivers.protocol.state import GiveState, HoldState, PutBackState, TensorLocation
+from pippy.drivers.protocol.state import GiveState, HoldState, TensorLocation
 from pippy.drivers.protocol.steps import SeenCall
-from pippy.drivers.session.driver_commands import DriverCommands, GradientState
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.names import LOSS, first_names, named_state
 from pippy.ir.base.readable import brief
@@ -123,7 +123,7 @@ class StepCheck:
 
     def report(self) -> CheckReport:
         """Run both steps, and compare them."""
-        before = self.driver.fetch(self.names)
+        before = self.driver._fetch(self.names)
         optimizers = [PlainOptimizer(each) for each in self.driver._optimizers] if self.trains else []
         if self.trains and not optimizers:
             self.left_out.append("parameters after an update, as the driver has no optimizer")
@@ -172,7 +172,7 @@ class StepCheck:
                     each.update_parameters()
                 stale = stale or self._stale_copies()
                 names = {name for each in optimizers for name in each.names}
-                after = self.driver.fetch(name for name in self.parameters if name in names)
+                after = self.driver._fetch(name for name in self.parameters if name in names)
                 numbers |= {("parameter", name): value for name, value in after.items()}
         return numbers, step.weights, stale
 
@@ -183,7 +183,7 @@ class StepCheck:
             gradients = self.driver.gradients(self.parameters)
             numbers |= {("gradient", name): each for name, each in gradients.items()}
         known = {*self.parameters, *self.uncompared}
-        buffers = self.driver.fetch(name for name in self.names if name not in known)
+        buffers = self.driver._fetch(name for name in self.names if name not in known)
         return numbers | {("buffer", name): each for name, each in buffers.items()}
 
     def _is_compared(self, key: ComparedKey) -> bool:
@@ -261,7 +261,7 @@ def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> 
     """A context for steps and updates. It begins without gradients; at its end the driver is as before."""
     commands.call(dict.fromkeys(commands.workers, HoldState()))
     before = ControllerState.current(commands, optimizers, None)
-    commands.gradients = GradientState.REDUCED
+    commands.set_aside()
     try:
         yield
     except BaseException as error:
@@ -271,7 +271,7 @@ def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> 
         with first_waits():  # or some workers would have theirs again, and others not
             try:
                 if not commands.session.broken:  # else `recover` goes back
-                    commands.call(dict.fromkeys(commands.workers, PutBackState()))
+                    commands.call(dict.fromkeys(commands.workers, HoldState(put_back=True)))
             finally:
                 before.put_back()
 
@@ -296,7 +296,7 @@ def witness_of(driver: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[]
         if is_fresh():
             return {}
         names = [*first_names(driver.pipe).values(), *_buffers_of_loss(driver)]
-        return driver.fetch(name for name in names if driver.placed.locations(name))
+        return driver._fetch(name for name in names if driver.placed.locations(name))
 
     return Witness(model, loss_of(driver.pipe), compiled, numbers)
 

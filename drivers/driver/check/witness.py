@@ -28,7 +28,7 @@ from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.check.differences import Apart, ComparedKey, Numbers
 from pippy.drivers.driver.check.rows import TriedRows
 from pippy.drivers.driver.steps.results import model_output
-from pippy.drivers.model.script_gradients import gradient_here
+from pippy.drivers.model.optimizers.stale_models import gradient_here
 from pippy.drivers.worker.measure.leave_unchanged import as_now
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.names import LOSS, named_state

@@ -27,7 +27,7 @@ from pippy.drivers.protocol.state import (
     TensorLocation,
     WorkerState,
 )
-from pippy.drivers.session.driver_commands import DriverCommands, memento
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER, made_optimizer
 from pippy.ir.base import source
@@ -240,7 +240,12 @@ class PipelineOptimizer(Optimizer):
 
     def memento(self) -> Callable[[], None]:
         """What puts back what is known now of the optimizer on the workers."""
-        return memento(self, ("_sent", "stepped"))
+        sent, stepped = self._sent, self.stepped
+
+        def put_back() -> None:
+            self._sent, self.stepped = sent, stepped
+
+        return put_back
 
     def update_parameters(self) -> None:
         """Have the workers update their parameters: `step`, without the rest of a step."""

@@ -182,7 +182,7 @@ class Recovery:
         self._protected += 1
         state = self._now()
         program = exchange_of_states((worker, worker, to) for worker, to in neighbours.items() if to != worker)
-        self.commands.call({each: KeepState(self._protected, before, program.order_of(each)) for each in workers})
+        self.commands.call({each: KeepState(self._protected, program.order_of(each), before) for each in workers})
         own_values = values["values"], values["states"], values["extra"]
         holders = {worker: list(dict.fromkeys((worker, to))) for worker, to in neighbours.items()}
         self._add(MemoryPoint(self._protected, *own_values, objects.objects, stages, holders, starts, divided, state))

@@ -92,15 +92,9 @@ class Loading:
             return False
         was_keyed, is_keyed = contents.values["random"].get("keyed") is not None, self.commands.numbers is not None
         if was_keyed != is_keyed:
-            was, now, remedy = (
-                ("depend on a seed and the step", "draw their own, by keyed_random=False", "without keyed_random=False")
-                if was_keyed
-                else (
-                    "drew their own, by keyed_random=False",
-                    "depend on a seed and the step",
-                    "with keyed_random=False",
-                )
-            )
+            words = {True: "depend on a seed and the step", False: "are the workers' own, by keyed_random=False"}
+            was, now = words[was_keyed], words[is_keyed]
+            remedy = f"{'without' if was_keyed else 'with'} keyed_random=False"
             raise CheckpointError(
                 f"the random numbers of {contents.path} {was}, and those of this driver {now}, so that a run with "
                 f"dropout would not go on as it was, and nothing was loaded; make the driver {remedy}, or say "
@@ -134,7 +128,7 @@ class Loading:
         if goes_on:
             random_state(contents.values["random"]["controller"], tuple(range(torch.cuda.device_count()))).restore()
             if self.commands.numbers is not None and (numbers := contents.values["random"].get("keyed")) is not None:
-                self.commands.numbers = StepNumbers(**numbers)
+                self.commands.go_on_at(StepNumbers(**numbers))
 
     def _checked(
         self, contents: Contents, parts: Mapping[str, Any]

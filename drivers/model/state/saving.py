@@ -206,7 +206,7 @@ class Saving:
 
     def _wait_for_steps(self, goes_on: bool) -> None:
         self.commands.wait()
-        if self.commands.unapplied and goes_on:
+        if self.commands.known.unapplied and goes_on:
             source.warn(
                 "this checkpoint leaves out gradients that no optimizer.step() has used yet, because a checkpoint "
                 "holds no gradients; save after optimizer.step(), or call driver.zero_grad() first"

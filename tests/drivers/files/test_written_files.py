@@ -43,27 +43,16 @@ def assert_same(found):
         assert torch.equal(mine, theirs), name
 
 
-def test_the_library_reads_what_was_written(tmp_path):
+def test_what_was_written_is_read_by_us_and_by_the_library_and_what_it_writes_by_us(tmp_path):
     library = pytest.importorskip("safetensors.torch")
-    write_tensors(str(tmp_path), "a.safetensors", TENSORS, {"format": "pt"})
-    assert_same(library.load_file(tmp_path / "a.safetensors"))
-
-
-def test_what_the_library_writes_is_read(tmp_path):
-    library = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "a.safetensors"
+    written, path = write_tensors(str(tmp_path), "a.safetensors", TENSORS, {"format": "pt"}), tmp_path / "a.safetensors"
+    assert written.bytes == path.stat().st_size
+    assert_same(library.load_file(path))
+    found = read_header(str(path), written.hashes)
+    assert all(stored.hash and stored.offset % stored.dtype.itemsize == 0 for stored in found.values())
+    assert_same({name: stored.read() for name, stored in found.items()})
     library.save_file({name: each.resolve_conj().contiguous() for name, each in TENSORS.items()}, path)
     assert_same({name: stored.read() for name, stored in read_header(str(path)).items()})
-
-
-def test_what_was_written_is_read(tmp_path):
-    written = write_tensors(str(tmp_path), "a.safetensors", TENSORS, {})
-    path = tmp_path / "a.safetensors"
-    assert written.bytes == path.stat().st_size
-    found = read_header(str(path), written.hashes)
-    assert all(stored.hash for stored in found.values())
-    assert all(stored.offset % stored.dtype.itemsize == 0 for stored in found.values())
-    assert_same({name: stored.read() for name, stored in found.items()})
 
 
 def test_each_bit_that_is_changed_is_found(tmp_path):

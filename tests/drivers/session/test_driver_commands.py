@@ -84,7 +84,7 @@ def commands_in(state: GradientState, session: FakeSession, has_copies: bool = T
     nonfinite = NonFiniteGradients(None, ())  # type: ignore[arg-type]
     commands = DriverCommands(session, 7, WORKERS, has_copies, nonfinite)  # type: ignore[arg-type]
     commands.load(dict.fromkeys(WORKERS, "stages"), {})  # type: ignore[arg-type]
-    commands.gradients = state
+    commands.known = replace(commands.known, state=state)
     session.sent.clear()
     session.told.clear()
     return commands
@@ -121,24 +121,24 @@ CASES = [(event, before, after) for event, row in TABLE.items() for before, afte
 def test_the_table(session, event, before, after):
     commands = commands_in(before, session)
     EVENTS[event](commands)
-    assert commands.gradients is after
+    assert commands.known.state is after
 
 
 @pytest.mark.parametrize(("event", "before"), [(event, before) for event, before, _ in CASES if event != "zero_grad"])
 def test_a_command_that_is_given_up_leaves_the_state_before_it(session, event, before):
     commands = commands_in(before, session)
-    commands.steps = 2
+    commands.known = replace(commands.known, steps=2)
     session.failing = True
     with pytest.raises(StepError):
         EVENTS[event](commands)
-    assert (commands.gradients, commands.steps) == (before, 2)
+    assert (commands.known.state, commands.known.steps) == (before, 2)
 
 
 @pytest.mark.parametrize("before", [REDUCED, TO_DROP])
 def test_a_training_step_without_copies(session, before):
     commands = commands_in(before, session, has_copies=False)
     step(commands)
-    assert commands.gradients is REDUCED
+    assert commands.known.state is REDUCED
 
 
 @pytest.mark.parametrize("event", [event for event in EVENTS if event != "zero_grad"])
@@ -167,7 +167,7 @@ def test_several_steps_given_up_at_once(session, before):
     for trains in (True, False, True):
         step(commands, trains)
     session.give_up()
-    assert (commands.gradients, commands.steps) == (before, 0)
+    assert (commands.known.state, commands.known.steps) == (before, 0)
 
 
 @pytest.mark.parametrize("before", GradientState)
@@ -177,7 +177,7 @@ def test_zero_grad_is_not_lost_when_the_steps_before_it_are_given_up(session, be
     step(commands)
     commands.zero_grad()
     session.give_up()
-    assert commands.gradients is TO_DROP
+    assert commands.known.state is TO_DROP
 
 
 def test_a_step_before_and_one_after_zero_grad_are_given_up(session):
@@ -186,7 +186,7 @@ def test_a_step_before_and_one_after_zero_grad_are_given_up(session):
     commands.zero_grad()
     step(commands)
     session.give_up()
-    assert commands.gradients is TO_DROP
+    assert commands.known.state is TO_DROP
 
 
 def test_the_last_step_before_an_update_is_as_many_steps_after_the_last_update(session):

@@ -96,11 +96,6 @@ HOSTILE = {
     "nothing": with_values(b""),
     "a list": with_values(saved_bytes([1])),
     "values that are a list": with_values(saved_bytes({"values": [1]})),
-    "a manifest with a list for files": lambda path: rewrite(path, lambda found: found.update(files=[1])),
-    "a manifest without hashes": lambda path: rewrite(path, lambda found: found["files"]["values.pt"].pop("hashes")),
-    "a file elsewhere": lambda path: rewrite(
-        path, lambda found: found["files"].update({"../../x": {"bytes": 1, "hashes": {}}})
-    ),
 }
 
 
@@ -145,14 +140,6 @@ def test_a_checkpoint_of_another_model_changes_nothing(threads, tmp_path, which)
     assert_equal(changed(training), before)
     if which == "dtypes":  # what the message says
         training.driver.load_state_dict(load_checkpoint(tmp_path)["model"], strict=False)
-
-
-def test_a_model_with_more_entries_than_the_checkpoint_is_refused(threads, tmp_path):
-    training = Training(threads)
-    training.driver.save(tmp_path)
-    more = PipelineDriver1F1B(pipeline(other_model(extra=True), cross_entropy), threads)
-    with pytest.raises(CheckpointError, match=r"the checkpoint lacks more\.weight, more\.bias"):
-        more.load(tmp_path)
 
 
 @pytest.mark.parametrize("was_keyed", [True, False])
