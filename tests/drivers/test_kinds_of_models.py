@@ -195,12 +195,10 @@ KINDS = {
     "a gradient for each row": transformed("a gradient for each row", 2),
     "hessian": transformed("hessian", 2),
     **{
-        f"{name} in forward": Kind(
-            lambda name=name: Net(MODELS[name]), lambda: (X.clone(), TARGET), pipe={"num_stages": 2}
-        )
+        f"{name} in forward": Kind(partial(Net, MODELS[name]), lambda: (X.clone(), TARGET), pipe={"num_stages": 2})
         for name in OF_ROWS
     },
-    **{name: Kind(lambda norm=norm: Normed(norm), chunks=1) for name, norm in NORMS.items()},
+    **{name: Kind(partial(Normed, norm), chunks=1) for name, norm in NORMS.items()},
     "torch.compile(model)": compiled(lambda: torch.compile(Parted(), backend="eager")),
     "model.compile()": compiled(lambda: compiled_in_place(Parted())),
     "a compiled part": compiled(*[lambda: Parted(partial(torch.compile, backend="eager"))] * 2),
