@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipeline
+from pippy.drivers.protocol.state import GiveState
 from pippy.ir.base.trees import leaves, map_tensors
 
 
@@ -124,7 +125,9 @@ def assert_gradients(driver: Any, plain: nn.Module, **tolerance: Any) -> None:
         mine, theirs = found[name], plain.get_parameter(name).grad
         assert (mine is None) == (theirs is None), name
         if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs, msg=lambda text: f"{name}: {text}", **strictly(theirs, tolerance))  # noqa: B023
+            assert mine.layout == theirs.layout, name
+            pair = mine.to_dense(), theirs.to_dense()
+            torch.testing.assert_close(*pair, msg=lambda text: f"{name}: {text}", **strictly(theirs, tolerance))  # noqa: B023
 
 
 def assert_state(driver: Any, plain: nn.Module, **tolerance: Any) -> None:
@@ -132,6 +135,13 @@ def assert_state(driver: Any, plain: nn.Module, **tolerance: Any) -> None:
     mine, theirs = driver.state_dict(), plain.state_dict()
     assert list(mine) == list(theirs)
     torch.testing.assert_close(dict(mine), dict(theirs), **(tolerance or {"rtol": 1e-9, "atol": 1e-12}))
+
+
+def copies_of(driver: Any, name: str) -> list[torch.Tensor]:
+    """The tensors that the workers have of a replicated parameter."""
+    places = driver.placed.locations(name)
+    assert len(places) > 1
+    return [driver.commands.call({worker: GiveState((place,))})[worker].tensors[place] for worker, place in places]
 
 
 def update(*optimizers: Any) -> None:

@@ -1,6 +1,5 @@
 """A script for torchrun on several hosts: some schedules beside plain training, again if asked; a step that does not end."""
 
-import copy
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 import pippy
 from pippy import MultiUseParameterConfig, PipelineDriver, PipeTracer, PippyError, pipe_split, pipeline
 from pippy.drivers.plan.orders.registry import REGISTRY
+from tests.comparisons import Beside
 
 
 class Gained(nn.Module):
@@ -65,19 +65,12 @@ class Unending(nn.Module):
 
 def train(cluster, schedule, stages, tokens, target, replicas=1):
     """A step of one schedule, beside plain training."""
-    plain = Gained(stages * len(cluster) // replicas)
-    pipe = pipeline(copy.deepcopy(plain), loss_fn, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
-    assert pipe.replicated_params or replicas > 1, "no parameter has copies"
-    driver = PipelineDriver(pipe, cluster, schedule=schedule, replicas=replicas)
-    loss = driver.run(2 * len(cluster), tokens, target)
-    expected = loss_fn(plain(tokens), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-    gradients = driver.gradients()
-    assert len(gradients) == len(list(plain.parameters()))
-    for name, each in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], each.grad, rtol=1e-10, atol=1e-12)
-    driver.close()
+    pipe = {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}
+    model = Gained(stages * len(cluster) // replicas)
+    both = Beside(cluster, model, loss_fn, pipe=pipe, schedule=schedule, replicas=replicas)
+    assert both.pipe.replicated_params or replicas > 1, "no parameter has copies"
+    both.step(2 * len(cluster), tokens, target)
+    both.driver.close()
 
 
 def train_all(cluster):

@@ -235,59 +235,56 @@ class Opaque(PipeTracer):
         return isinstance(module, Clamp) or super().is_leaf_module(module, name)
 
 
-class Skip(nn.Module):
-    """The last stage uses a value that the second one has changed in place."""
+class Clamped(nn.Module):
+    """``act`` is its forward."""
 
-    def __init__(self, view=lambda value: value):
+    def __init__(self, act):
         super().__init__()
-        self.first, self.clamp, self.view = nn.Linear(4, 4), Clamp(), view
+        self.first, self.last, self.weight = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+        self.clamp, self.act = Clamp(), act
 
     def forward(self, x):
+        return self.act(self, x)
+
+
+def changed_by(change, view=lambda value: value):
+    """The last stage uses a value, or a view of it, that the second one has changed in place."""
+
+    def act(self, x):
         value = self.first(x)
-        other = self.view(value)
+        other = view(value)
         pipe_split()
-        y = self.clamp(value)
+        y = change(self, value)
         pipe_split()
         return y + other
 
-
-class FromInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.clamp, self.last = Clamp(), nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.clamp(x)
-        pipe_split()
-        return self.last(y)
+    return Clamped(act)
 
 
-class OfWeight(nn.Module):
+def clamped(self, value):
+    return self.clamp(value)
+
+
+def from_input(self, x):
+    y = self.clamp(x)
+    pipe_split()
+    return self.last(y)
+
+
+def of_weight(self, x):
     """A weight that travels to the stage which changes it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.clamp = nn.Parameter(torch.randn(4, 4)), Clamp()
-
-    def forward(self, x):
-        y = x @ self.weight
-        pipe_split()
-        return y @ self.clamp(self.weight)
+    y = x @ self.weight
+    pipe_split()
+    return y @ self.clamp(self.weight)
 
 
-class Alone(nn.Module):
+def alone(self, x):
     """Nobody but the second stage uses what it changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.clamp, self.last = nn.Linear(4, 4), Clamp(), nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.first(x)
-        pipe_split()
-        y = self.clamp(y)
-        pipe_split()
-        return self.last(y)
+    y = self.first(x)
+    pipe_split()
+    y = self.clamp(y)
+    pipe_split()
+    return self.last(y)
 
 
 def loss_fn(output, target):
@@ -295,26 +292,11 @@ def loss_fn(output, target):
 
 
 MODELS = {
-    "a value used later": Skip,
-    "a view of it used later": lambda: Skip(lambda value: value.view(-1, 4)),
-    "an input of the model": FromInput,
-    "a parameter": OfWeight,
+    "a value used later": lambda: changed_by(clamped),
+    "a view of it used later": lambda: changed_by(clamped, lambda value: value.view(-1, 4)),
+    "an input of the model": lambda: Clamped(from_input),
+    "a parameter": lambda: Clamped(of_weight),
 }
-
-
-class Changed(Skip):
-    """Between its stages, ``change`` is called with what the last one uses, too."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, x):
-        value = self.first(x)
-        pipe_split()
-        y = self.change(self, value)
-        pipe_split()
-        return y + value
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -335,14 +317,14 @@ def test_a_driver_refuses_it_too(threads, model):
 
 def test_what_nobody_else_uses_may_be_changed(threads):
     x, target = torch.randn(4, 4), torch.randn(4, 4)
-    both = Beside(threads, Alone(), loss_fn, pipe={"tracer": Opaque})
+    both = Beside(threads, Clamped(alone), loss_fn, pipe={"tracer": Opaque})
     both.step(2, x, target)
     torch.testing.assert_close(both.pipe(x, target), loss_fn(both.plain(x), target).detach())
     assert_same_gradients(both.pipe, both.plain)
 
 
 def test_the_advice(threads):
-    model, x = Changed(lambda model, value: model.clamp(value.clone())), torch.randn(4, 4)
+    model, x = changed_by(lambda model, value: model.clamp(value.clone())), torch.randn(4, 4)
     torch.testing.assert_close(pipeline(model, tracer=Opaque)(x), model(x))
 
 
@@ -365,7 +347,7 @@ def halve(value):
 
 def test_a_function_that_was_not_traced():
     with pytest.raises(StageError, match=r"(?s)changed its input 'first' in place.*halve\(value\)"):
-        pipeline(Changed(lambda model, value: halve(value)))(torch.randn(3, 4))
+        pipeline(changed_by(lambda model, value: halve(value)))(torch.randn(3, 4))
 
 
 def test_an_autograd_function_that_marks_its_input_dirty():
@@ -380,11 +362,11 @@ def test_an_autograd_function_that_marks_its_input_dirty():
             return gradient * 2
 
     with torch.no_grad(), pytest.raises(StageError, match="changed its input 'first' in place"):
-        pipeline(Changed(lambda model, value: Double.apply(value)))(torch.randn(3, 4))
+        pipeline(changed_by(lambda model, value: Double.apply(value)))(torch.randn(3, 4))
 
 
 def test_inference_mode_has_no_versions():
-    model = Alone()
+    model = Clamped(alone)
     with torch.inference_mode():
         x = torch.randn(3, 4)
         torch.testing.assert_close(pipeline(model, tracer=Opaque)(x), model(x))

@@ -21,6 +21,7 @@ from pippy.errors import SharedParameterError
 from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches
 from tests.comparisons import Beside, assert_bits
+from tests.drivers.failing_model import Raises
 from tests.ir.cut.test_params import NormTwice
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -133,26 +134,11 @@ def test_a_norm_that_counts_twice_is_seen(threads, monkeypatch):
         assert_statistics(both.driver.state_dict(), both.plain)
 
 
-class Fails(torch.autograd.Function):
-    """Fails in its backward for large numbers."""
-
-    @staticmethod
-    def forward(context, x):
-        context.fails = x.max() > 100
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        if context.fails:
-            raise ArithmeticError("too large")
-        return gradient
-
-
 class FailsInBackward(Net):
     """In the backward of the first stage: the others have ended the step."""
 
     def forward(self, x):
-        return super().forward(Fails.apply(x + 0 * self.conv.weight.sum()))
+        return super().forward(Raises.apply(x + 0 * self.conv.weight.sum(), x.max() > 100))
 
 
 def test_a_step_that_fails_counts_nowhere(threads):
@@ -163,7 +149,7 @@ def test_a_step_that_fails_counts_nowhere(threads):
         for step in steps[:2]:
             step.result()
         for step in steps[2:]:
-            with pytest.raises(StepError, match="too large"):
+            with pytest.raises(StepError, match="a backward that fails"):
                 step.result()
         for shift in (0, 1):
             count(both.plain, [(part + shift,) for part in x.tensor_split(3)])

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,6 @@ import pippy
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.batch.specs import MicroBatches
-from pippy.drivers.driver.drivers import (
-    PipelineDriver1F1B,
-    PipelineDriverFillDrain,
-    PipelineDriverInterleaved1F1B,
-)
 from pippy.drivers.lowering.flow import loss_stage
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import leaves, map_tensors
@@ -25,17 +19,13 @@ from pippy.ir.call.signature import bind
 from pippy.ir.pipe import compiled_of
 from pippy.ir.record.compiled import flat_inputs, is_getitem
 from pippy.ir.reference import run_microbatches
-from tests.comparisons import Beside, assert_bits, assert_loss
-from tests.drivers.models import Chain
+from tests.comparisons import assert_bits
 from tests.zoo import WAYS, exhibits
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64", "seeded"),
     pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
 ]
-
-# Each with so many micro-batches, on up to so many workers: the last has several stages on one.
-DRIVERS = [(PipelineDriverFillDrain, 3, 4), (PipelineDriver1F1B, 8, 4), (PipelineDriverInterleaved1F1B, 3, 2)]
 
 
 def build(name, config):
@@ -58,83 +48,43 @@ def gradients_of(pipe):
     return {name: pipe.get_grad(name) for name, _ in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "config"), WAYS)
-def test_the_zoo_trains_as_the_reference_does(cluster, name, config):
-    """Losses are added up, so that micro-batches may have any shapes."""
-    model, pipe = build(name, config)
-    for kind, chunks, workers in DRIVERS:
-        driver = kind(pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum", check=False)
-        reference = add_as_workers_do(copy.deepcopy(pipe), driver.program(chunks).placement.worker_of)
-        given, run = with_reference(model, reference, chunks)
-        before = torch.get_rng_state()
-        expected = run()
-        if not torch.equal(before, torch.get_rng_state()):
-            driver.close()
-            return  # it draws random numbers, and every worker draws its own
-        loss = driver.run(chunks, *given)
-        if model.loss_fn is not None:
-            assert torch.equal(loss, sum(expected))
-        assert_bits(driver.gradients(), gradients_of(reference))
-        assert_bits(driver.state_dict(), reference.state_dict())
-        driver.close()
-
-
-# v_half, v_min and eager_1f1b train the models of the zoo as the reference does, forwards computed again or not.
-
-
-MODES = ["never", "always", "except_last"]
-close = partial(torch.testing.assert_close, rtol=1e-13, atol=1e-15)
-
-
-def beside_reference(name, cluster, chunks, options_of):
-    """A model of the zoo, a driver of it with these options, the reference, what to give the driver, what runs the reference.
-
-    ``options_of`` gives the options for the number of the model in the zoo, and for its number of stages.
-    """
-    number = list(exhibits).index(name)
-    model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
-    reference, options = copy.deepcopy(pipe), options_of(number, pipe.num_stages)
-    driver = PipelineDriver(pipe, cluster, loss_reduction="sum", check=False, **options)
-    return model, driver, reference, *with_reference(model, reference, chunks)
+def on_processes(number, stages):
+    schedule, workers = [("fill_drain", 4), ("1f1b", 4), ("interleaved_1f1b", 2)][number % 3]  # several stages on one
+    return {"schedule": schedule, "world_size": min(workers, stages)}
 
 
 def in_a_v(number, stages):
-    """Two stages on each worker, in a V, where a model has an even number of them."""
+    """Two stages on each worker, in a V, where a model has an even number of them; some forwards computed again."""
     schedule, size = (["v_half", "v_min"][number % 2], stages // 2) if stages % 2 == 0 else ("eager_1f1b", stages)
     return {"schedule": schedule, "world_size": min(size, 4), "checkpoint": MODES[number % 3]}
 
 
-@pytest.mark.parametrize(
-    "name", [each for each in exhibits if exhibits[each].loss_fn is not None and not exhibits[each].draws]
-)
-def test_the_zoo_under_other_schedules(threads, name):
-    _, driver, reference, given, run = beside_reference(name, threads, 4, in_a_v)
-    close(driver.run(4, *given), sum(run()))
-    close(driver.gradients(), gradients_of(reference))
-    close(driver.state_dict(), reference.state_dict())
+def computed_again(number, stages):
+    schedule = SCHEDULES[number % 5]
+    workers = min(2 if schedule in ("interleaved_1f1b", "looped_bfs") else 4, stages)
+    return {
+        "schedule": schedule,
+        "world_size": workers,
+        "checkpoint": ["always", "except_last", {0: "always"}][number % 3],
+    }
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("schedule", ["v_half", "v_min", "eager_1f1b"])
-def test_a_step_is_that_of_plain_pytorch(threads, schedule, checkpoint):
-    """Four workers, so that the three differ from other schedules; they hold as many micro-batches as the program says."""
-    model = Chain(4 if schedule == "eager_1f1b" else 8)
-    both = Beside(threads, model, schedule=schedule, checkpoint=checkpoint)
-    x, target = torch.randn(18, 8), torch.randn(18, 8)
-    step = both.driver.run_async(9, x, target)
-    assert_loss(step.result(), nn.functional.mse_loss(both.plain(x), target), rtol=1e-12, atol=0)
-    both.same_gradients()
-    assert [step.peak_live[rank] for rank in both.driver.ranks] == list(both.driver.program(9).peak_live)
+def as_graphs(number, stages):
+    checkpoint = "always" if number % 3 == 0 else "never"
+    schedule = ["1f1b", "zb_h1", "fill_drain", "zb_h2"][number % 4]
+    return {"schedule": schedule, "world_size": min(4, stages), "checkpoint": checkpoint, "compile": "graphs"}
 
 
-# With ``compile="graphs"`` the stages run as flat graphs, and everything is to the bit as without.
-
-
-SCHEDULES = ["1f1b", "zb_h1", "fill_drain", "zb_h2"]
+MODES = ["never", "always", "except_last"]
+SCHEDULES = ["fill_drain", "1f1b", "zb_h1", "interleaved_1f1b", "looped_bfs"]
 # Exhibits with a stage that runs eagerly, and why.
 EAGER = {
     "ConvBatchNorm": {"submod_1": "eager: it asks for the values of tensors (aten._local_scalar_dense.default)"},
 }
+ROWS = [(name, config, on_processes) for name, config in WAYS if not exhibits[name].draws]
+for number, name in enumerate(exhibits):
+    config = list(MultiUseParameterConfig)[number % 2]
+    ROWS += [(name, config, each) for each in (in_a_v, computed_again, as_graphs) if not exhibits[name].draws]
 
 
 def same_outputs(outputs, wanted, model):
@@ -146,21 +96,29 @@ def same_outputs(outputs, wanted, model):
         assert torch.equal(one, torch.cat(each) if one.dim() else sum(each))
 
 
-def as_graphs(number, stages):
-    checkpoint = "always" if number % 3 == 0 else "never"
-    schedule = {"schedule": SCHEDULES[number % 4], "world_size": min(4, stages)}
-    return {**schedule, "checkpoint": checkpoint, "compile": "graphs"}
-
-
-@pytest.mark.parametrize("name", [each for each in exhibits if not exhibits[each].draws])
-def test_the_zoo_is_the_reference_to_the_bit(threads, name):
-    model, driver, reference, given, run = beside_reference(name, threads, 3, as_graphs)
-    same_outputs(driver.run(3, *given), run(), model)
+@pytest.mark.parametrize(("name", "config", "options_of"), ROWS)
+def test_the_zoo_trains_as_the_reference_does(request, name, config, options_of):
+    """Losses are added up, so that micro-batches may have any shapes. Each way to run is tried with each model."""
+    cluster = request.getfixturevalue("cluster" if options_of is on_processes else "threads")
+    model, pipe = build(name, config)
+    number = list(exhibits).index(name) + (config is MultiUseParameterConfig.REPLICATE)
+    options = options_of(number, pipe.num_stages)
+    driver = PipelineDriver(pipe, cluster, loss_reduction="sum", check=False, **options)
+    reference = add_as_workers_do(copy.deepcopy(pipe), driver.program(6).placement.worker_of)
+    given, run = with_reference(model, reference, 6)
+    step = driver.run_async(6, *given)
+    same_outputs(step.result(), run(), model)
+    assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(6).peak_live)
     assert_bits(driver.gradients(), gradients_of(reference))
+    assert_bits(driver.state_dict(), reference.state_dict())
     with torch.no_grad():
-        same_outputs(driver.run(3, *given), run(), model)
+        same_outputs(driver.run(6, *given), run(), model)
     eager = {stage: said for stage, said in driver.compiled.items() if not said.startswith("graphs")}
-    assert eager == EAGER.get(name, {}), eager
+    assert eager == (EAGER.get(name, {}) if options_of is as_graphs else {}), eager
+    driver.close()
+
+
+# With ``compile="graphs"`` the stages run as flat graphs, and everything is to the bit as without.
 
 
 class Dropping(nn.Module):

@@ -2,6 +2,10 @@
 
 import copy
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +25,7 @@ from pippy.errors import InputError, PippyWarning
 from tests.comparisons import Beside, assert_same, run_plain, twin
 from tests.ir.cut.test_ways import MODELS, TARGET, Critic, Net, X, penalized_silently, penalty_of
 from tests.ir.trace.test_exported import Blocks, Called, exported, ids, numbers
-from tests.ir.trace.test_function_transforms import MSE, TRANSFORMED, copy_of, kept
+from tests.ir.trace.test_function_transforms import TRANSFORMED, kept
 from tests.ir.trace.test_kept_whole import Net as Branching
 from tests.ir.trace.test_kept_whole import X as ROWS
 
@@ -37,16 +41,16 @@ def keep_products(context, operator, *args, **kwargs):
 class Checkpointed(nn.Module):
     """Four checkpointed blocks in as many stages; the first makes what all use."""
 
-    def __init__(self, reentrant=False, selective=None):
+    def __init__(self, reentrant=False, selective=None, width=WIDTH):
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([self.block() for _ in range(4)])
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([self.block(width) for _ in range(4)])
         self.options = {"use_reentrant": reentrant}
         if selective is not None:
             self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective)
 
-    def block(self):
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    def block(self, width):
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
     def forward(self, x):
         shift = self.first(x)
@@ -58,21 +62,171 @@ class Checkpointed(nn.Module):
         return x
 
 
+# Modules whose classes torch makes while the program runs: weight norm, spectral norm, and others of that kind.
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(module):
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
+def old(function):
+    def apply(module):
+        with pytest.warns(FutureWarning):
+            return function(module)
+
+    return apply
+
+
+NORMS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "of the user": symmetric,
+    "old weight_norm": old(nn.utils.weight_norm),
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.second, self.last = norm(nn.Linear(4, 4)), norm(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        x = torch.tanh(self.second(x))
+        pipe_split()
+        return self.last(x)
+
+
+# Models that torch.compile and torch.jit were called on, whole and in parts.
+
+
+class Parted(nn.Module):
+    def __init__(self, wrap=lambda part: part):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.part = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double())
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.part(self.first(x).relu()))
+
+
+@torch.compile(backend="eager")  # every process that collects tests would import inductor, which takes seconds
+def doubled(x):
+    return x * 2
+
+
+@torch.jit.script
+def shifted(x, by: float = 1.0):
+    if bool(x.sum() > 1000):  # no tracer could follow it
+        by = 2.0
+    return x + by
+
+
+class CallsFunctions(Parted):
+    def forward(self, x):
+        return self.last(shifted(self.part(doubled(self.first(x))), by=0.5))
+
+
+class CompiledForward(Parted):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return self.last(self.part(self.first(x).relu()))
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+def with_compiled_method(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+# Each kind of model, beside the plain model.
+
+
+@dataclass
+class Kind:
+    """How a model is made, how the plain one is, where that is another, and what both are given."""
+
+    make: Callable[[], nn.Module]
+    given: Callable[[], Any] = lambda: torch.randn(2, 6, 4)
+    plain: Callable[[], nn.Module] | None = None
+    pipe: dict[str, Any] = field(default_factory=dict)
+    chunks: int = 3
+
+
+def compiled(make, plain=Parted):
+    """Parts that are compiled by a backend that takes no time, and plain the same without."""
+    example = torch.ones(2, 4).double(), torch.ones(2, 2).double()
+    pipe = {"num_stages": 2, "example_args": example}
+    return Kind(make, lambda: (torch.randn(6, 4), torch.randn(6, 2)), plain, pipe)
+
+
+def transformed(name, chunks):
+    """A function that a transform of torch.func runs."""
+    pipe = {"example_args": (torch.ones(6, 4).double(),) * 2}
+    return Kind(lambda: kept(TRANSFORMED[name]), pipe=pipe, chunks=chunks)
+
+
+def wide():
+    return torch.randn(2, 12, WIDTH)
+
+
 OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+OF_ROWS = [name for name in MODELS if "parameter" not in name and name not in ("inner loop", "of two values")]
+KINDS = {
+    "checkpointed, reentrant": Kind(lambda: Checkpointed(reentrant=True), wide),
+    "checkpointed": Kind(Checkpointed, wide),
+    "checkpointed by a policy": Kind(lambda: Checkpointed(selective=keep_products), wide),
+    "checkpointed by a list": Kind(lambda: Checkpointed(selective=OPERATORS), wide),
+    "vmap with values from outside": transformed("vmap with values from outside", 1),  # it sums over the rows
+    "a gradient for each row": transformed("a gradient for each row", 2),
+    "hessian": transformed("hessian", 2),
+    **{
+        f"{name} in forward": Kind(partial(Net, MODELS[name]), lambda: (X.clone(), TARGET), pipe={"num_stages": 2})
+        for name in OF_ROWS
+    },
+    **{name: Kind(partial(Normed, norm), chunks=1) for name, norm in NORMS.items()},
+    "torch.compile(model)": compiled(lambda: torch.compile(Parted(), backend="eager")),
+    "model.compile()": compiled(lambda: compiled_in_place(Parted())),
+    "a compiled part": compiled(*[lambda: Parted(partial(torch.compile, backend="eager"))] * 2),
+    "a part compiled in place": compiled(lambda: Parted(compiled_in_place)),
+    "compiled and scripted functions": compiled(CallsFunctions, CallsFunctions),
+    "a compiled forward": compiled(CompiledForward),
+    "a compiled forward set on the instance": compiled(lambda: with_compiled_method(Parted())),
+    "a scripted part": compiled(lambda: Parted(torch.jit.script)),
+    "a traced part": compiled(lambda: Parted(lambda part: torch.jit.trace(part, torch.randn(2, 8).double()))),
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"reentrant": True}, {}, {"selective": keep_products}, {"selective": OPERATORS}],
-    ids=["reentrant", "not", "policy", "list"],
-)
-def test_gradients_are_those_of_the_plain_model(threads, options):
-    x, target = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
-    for schedule in ("1f1b", "zb_h1"):
-        both = Beside(threads, Checkpointed(**options), schedule=schedule)
-        both.run(3, x, target)
-        both.step(3, x, target)
-        both.driver.close()
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("where", "schedule"), [("cluster", "1f1b"), ("threads", "zb_h1")])
+def test_it_trains_as_the_plain_model(name, where, schedule, request):
+    """Gradients of two steps add up; then the parameters change."""
+    kind, made = KINDS[name], []
+    for make in (kind.plain or kind.make, kind.make):
+        torch.manual_seed(3)
+        made.append(make())
+    both = Beside(request.getfixturevalue(where), made[1], plain=made[0], pipe=kind.pipe, schedule=schedule)
+    both.optimize(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        both.run(kind.chunks, *kind.given())
+        both.step(kind.chunks, *kind.given())
+        both.update()
+    both.same_state()
+    both.driver.close()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -117,31 +271,7 @@ def test_the_backward_drops_the_same_again(threads, options):
         driver.close()
 
 
-# Functions that torch.func transforms run on workers as in the plain model.
-
-
-WITH_SUM = "vmap with values from outside"  # it sums over the rows
-
-
-@pytest.mark.parametrize(("name", "chunks"), [(WITH_SUM, 1), ("a gradient for each row", 2), ("hessian", 2)])
-def test_workers_compute_it(name, chunks, cluster):
-    model, x, target = kept(TRANSFORMED[name]), torch.randn(6, 4), torch.randn(6, 4)
-    plain = copy_of(model, TRANSFORMED[name])
-    Beside(cluster, model, MSE, plain=plain, pipe={"example_args": (x, target)}).step(chunks, x, target)
-
-
-# Models that differentiate in forward train on workers as the plain model: forces of a potential, among others.
-
-
-OF_ROWS = [name for name in MODELS if "parameter" not in name and name not in ("inner loop", "of two values")]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_gradients_through_gradients_are_those_of_the_plain_model(cluster, name, schedule):
-    both = Beside(cluster, Net(MODELS[name]), F.mse_loss, pipe={"num_stages": 2}, schedule=schedule)
-    both.step(3, X.clone(), TARGET)
-    both.step(3, X.clone(), TARGET)
+# A loss that differentiates.
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -321,66 +451,3 @@ def test_a_call_with_computed_tensors_keeps_the_models_own_forward_whole(with_ex
         pipe = pipeline(model, nn.MSELoss(), **({"example_args": (x, x)} if with_example else {}))
     assert pipe.num_stages == 1
     torch.testing.assert_close(pipe(x, x), nn.functional.mse_loss(model(x), x))
-
-
-# Modules whose classes torch makes while the program runs: weight norm, spectral norm, and others of that kind.
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).mT
-
-
-def symmetric(module):
-    parametrize.register_parametrization(module, "weight", Symmetric())
-    return module
-
-
-def old(function):
-    def apply(module):
-        with pytest.warns(FutureWarning):
-            return function(module)
-
-    return apply
-
-
-NORMS = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "of the user": symmetric,
-    "old weight_norm": old(nn.utils.weight_norm),
-    "old spectral_norm": nn.utils.spectral_norm,
-}
-
-
-class Normed(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.second, self.last = norm(nn.Linear(4, 4)), norm(nn.Linear(4, 4)), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        pipe_split()
-        x = torch.tanh(self.second(x))
-        pipe_split()
-        return self.last(x)
-
-
-def squares(output, target):
-    return ((output - target) ** 2).mean()
-
-
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("on, schedule", [("threads", "1f1b"), ("threads", "zb_h1"), ("cluster", "1f1b")])
-def test_parametrized_modules_travel(norm, on, schedule, request):
-    torch.manual_seed(3)
-    plain = Normed(norm)
-    torch.manual_seed(3)
-    both = Beside(request.getfixturevalue(on), Normed(norm), squares, plain=plain, schedule=schedule)
-    both.optimize(torch.optim.SGD, lr=0.1)
-    x, target = torch.randn(4, 4), torch.randn(4, 4)
-    for _ in range(3):
-        both.step(1, x, target)
-        both.update()
-    both.same_state()

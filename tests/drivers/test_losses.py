@@ -370,7 +370,10 @@ def test_every_schedule(schedule, name, threads):
     step(threads, name, schedule=schedule, world_size=4 if schedule in alone else 2)
 
 
-@pytest.mark.parametrize("options", [{"out_of_order": True}, {"compile": True}, {"schedule": "zb_h1", "compile": True}])
+COMPILED = {"compile": {"backend": "aot_eager"}}  # as inductor does, which takes seconds
+
+
+@pytest.mark.parametrize("options", [{"out_of_order": True}, COMPILED, {"schedule": "zb_h1"} | COMPILED])
 def test_other_ways_to_run(options, threads):
     step(threads, "written out", **options)
 

@@ -13,7 +13,7 @@ from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.protocol.state import GiveState
-from tests.comparisons import update
+from tests.comparisons import assert_bits, assert_state, copies_of, update
 from tests.drivers.models import Chain, TiedLanguage, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -52,12 +52,6 @@ def accumulate(model, x, target, chunks):
         F.mse_loss(model(rows), its).backward(torch.tensor(1 / chunks, dtype=x.dtype))
 
 
-def assert_same(driver, plain):
-    state = plain.state_dict()
-    for name, tensor in driver.state_dict().items():
-        assert tensor.dtype == state[name].dtype and torch.equal(tensor, state[name]), name
-
-
 @pytest.mark.parametrize(
     ("schedule", "dtype"), [("fill_drain", torch.bfloat16), ("1f1b", torch.float16), ("zb_h1", torch.bfloat16)]
 )
@@ -76,7 +70,7 @@ def test_copies_in_float32_are_those_of_plain_pytorch_to_the_bit(threads, schedu
         assert torch.equal(driver.clip_grad_norm_(0.01), norm)
         assert all(torch.equal(driver.get_grad(name), its.grad) for name, its in theirs.masters.items())
         mine.step(), theirs.step()
-        assert_same(driver, plain)
+        assert_bits(driver.state_dict(), plain.state_dict())
     for name, state in mine.state_dict()["state"].items():
         assert torch.equal(state["master_parameter"], theirs.masters[name])
         assert torch.equal(state["exp_avg"], theirs.optimizer.state[theirs.masters[name]]["exp_avg"])
@@ -119,8 +113,7 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
         again[old].load_state_dict(state)
     steps(driver, optimizer, batches[3:])
     steps(*again.values(), batches[3:])
-    for name, tensor in driver.state_dict().items():
-        assert torch.equal(tensor, again[driver].state_dict()[name])
+    assert_bits(driver.state_dict(), again[driver].state_dict())
     one, other = (
         state_on(driver, optimizer, worker, place) for worker, place in driver.placed.locations("embedding.weight")
     )
@@ -131,8 +124,6 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
 
 
 def state_on(driver, optimizer, worker, place):
-    from pippy.drivers.protocol.state import GiveState
-
     answer = driver.commands.call({worker: GiveState((), {optimizer.number: (place,)})})[worker]
     return answer.optimizers[optimizer.number].get(place)
 
@@ -150,7 +141,7 @@ def test_copies_follow_parameters_that_are_loaded(threads):
     steps(driver, optimizer, [(x, target)])
     accumulate(plain, x, target, 1)
     theirs.take_gradients(), theirs.step()
-    assert_same(driver, plain)
+    assert_bits(driver.state_dict(), plain.state_dict())
     for name, state in optimizer.state_dict()["state"].items():
         assert torch.equal(state["master_parameter"], theirs.masters[name])
 
@@ -183,12 +174,6 @@ def accumulate_scaled(model, scaler, x, target, chunks):
         scaler.scale(loss / chunks).backward()
 
 
-def assert_close_state(driver, plain):
-    state = plain.state_dict()
-    for name, tensor in driver.state_dict().items():
-        torch.testing.assert_close(tensor, state[name], rtol=1e-6, atol=1e-7)
-
-
 SIZES = [1.0, 1e5, 1.0, 1.0, 1e5, 1.0]  # those of 1e5 overflow in float16
 
 
@@ -218,7 +203,7 @@ def test_autocast_to_float16_follows_the_scaler_of_torch(threads, schedule, opti
         mine.zero_grad(), theirs.zero_grad()
         scales.append(scaler.get_scale())
         assert scales[-1] == torchs.get_scale()
-        assert_close_state(driver, plain)
+        assert_state(driver, plain, rtol=1e-6, atol=1e-7)
     assert scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]
     assert scaler.state_dict() == torchs.state_dict()
 
@@ -253,7 +238,7 @@ def test_float16_parameters_with_copies_in_float32_to_the_bit(threads):
         mine.zero_grad()
         skipped += found
         assert scaler.get_scale() == torchs.get_scale()
-        assert all(torch.equal(its, driver.state_dict()[name]) for name, its in plain.state_dict().items())
+        assert_bits(driver.state_dict(), plain.state_dict())
     assert 0 < skipped < 7
 
 
@@ -303,7 +288,7 @@ def test_two_optimizers_skip_by_themselves_and_a_step_is_two_messages(threads, a
         assert scaler.get_scale() == torchs.get_scale()
         plain.gain.data.zero_()
         driver.load_state_dict({"gain": torch.zeros(8)}, strict=False)
-        assert_close_state(driver, plain)
+        assert_state(driver, plain, rtol=1e-6, atol=1e-7)
 
 
 def test_an_infinity_is_dropped_with_its_gradients(threads):
@@ -353,12 +338,7 @@ def test_an_infinity_of_one_copy_is_known_to_all(threads):
         scaler.update()
         optimizer.zero_grad()
         assert torch.equal(driver.state_dict()["gain"], before["gain"]) == skips
-    one, other = (fetched(driver, *place) for place in driver.placed.locations("gain"))
-    assert torch.equal(one, other)
-
-
-def fetched(driver, worker, place):
-    return driver.commands.call({worker: GiveState((place,))})[worker].tensors[place]
+    assert torch.equal(*copies_of(driver, "gain"))
 
 
 def test_states_are_those_of_torch(threads):
@@ -388,39 +368,32 @@ def test_states_are_those_of_torch(threads):
 def test_what_is_wrong_says_what_to_do(threads):
     driver = PipelineDriver1F1B(pipeline(Chain(2), F.mse_loss), threads)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-    torchs = torch.amp.GradScaler("cpu")
+    torchs, other = torch.amp.GradScaler("cpu"), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     loss = driver.run(2, *sized_batch())
     torchs.scale(loss)
-    with pytest.raises(OptimizerError, match=r"driver\.instantiate_grad_scaler"):
-        torchs.step(optimizer)
     old, scaler = driver.instantiate_grad_scaler(), driver.instantiate_grad_scaler()
-    with pytest.raises(OptimizerError, match=r"call driver\.run first"):
-        scaler.step(optimizer)
+
+    def refused(words, call, *given, kind=OptimizerError):
+        with pytest.raises(kind, match=words):
+            call(*given)
+
+    refused(r"driver\.instantiate_grad_scaler", torchs.step, optimizer)
+    refused(r"call driver\.run first", scaler.step, optimizer)
     loss = driver.run(2, *sized_batch())
-    with pytest.raises(DriverError, match=r"leave scaler\.scale\(loss\)\.backward\(\) out"):
-        scaler.scale(loss)
-    with pytest.raises(OptimizerError, match=r"without scaler\.step\(optimizer\) before it"):
-        scaler.update()
-    with pytest.raises(OptimizerError, match="replaced by a later one"):
-        old.step(optimizer)
-    with pytest.raises(OptimizerError, match="use that driver's scaler"):
-        scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    with pytest.raises(TypeError, match=r"scaler\.state_dict"):
-        pickle.dumps(scaler)
+    refused(r"leave scaler\.scale\(loss\)\.backward\(\) out", scaler.scale, loss, kind=DriverError)
+    refused(r"without scaler\.step\(optimizer\) before it", scaler.update)
+    refused("replaced by a later one", old.step, optimizer)
+    refused("use that driver's scaler", scaler.step, other)
+    refused(r"scaler\.state_dict", pickle.dumps, scaler, kind=TypeError)
     scaler.unscale_(optimizer)
-    with pytest.raises(OptimizerError, match=r"after scaler\.unscale_"):
-        scaler.unscale_(optimizer)
+    refused(r"after scaler\.unscale_", scaler.unscale_, optimizer)
     scaler.step(optimizer)
-    with pytest.raises(OptimizerError, match=r"scaler\.update\(\) when all"):
-        scaler.step(optimizer)
-    with pytest.raises(OptimizerError, match=r"after scaler\.step"):
-        scaler.unscale_(optimizer)
+    refused(r"scaler\.update\(\) when all", scaler.step, optimizer)
+    refused(r"after scaler\.step", scaler.unscale_, optimizer)
     driver.close()
     driver = PipelineDriver1F1B(pipeline(Chain(2).half(), F.mse_loss), threads)
     optimizer, scaler = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), driver.instantiate_grad_scaler()
-    with pytest.raises(OptimizerError, match=r"'layers\.0\.weight' is float16.*master_dtype"):
-        scaler.step(optimizer)
+    refused(r"'layers\.0\.weight' is float16.*master_dtype", scaler.step, optimizer)
     driver.close()
     driver = PipelineDriver1F1B(pipeline(Chain(2)), threads)
-    with pytest.raises(DriverError, match="loss_fn"):
-        driver.instantiate_grad_scaler()
+    refused("loss_fn", driver.instantiate_grad_scaler, kind=DriverError)

@@ -22,6 +22,7 @@ from pippy.ir.base.trees import map_tensors
 from tests.comparisons import Beside, assert_bits
 from tests.drivers.models import Chain, TiedLanguage, TwoLayers, cross_entropy, tokens
 from tests.drivers.test_driver import build
+from tests.drivers.test_kinds_of_models import Checkpointed
 from tests.zoo import exhibits
 
 pytestmark = [
@@ -29,25 +30,27 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
 ]
 
-SCHEDULES = ["fill_drain", "1f1b", "zb_h1", "interleaved_1f1b", "looped_bfs"]
-MODES = ["always", "except_last", {0: "always"}]
-
 
 def outcome(pipe, cluster, given, chunks=4, steps=2, **options):
     """Some steps: the losses, the gradients, and the state. Stages draw what comes next, so that it must be put back."""
-    driver = PipelineDriver(pipe, cluster, loss_reduction="sum", check=False, keyed_random=False, **options)
+    options = {"check": False, "keyed_random": False, **options}
+    if "single_loss" not in options:
+        options["loss_reduction"] = "sum"
+    driver = PipelineDriver(pipe, cluster, **options)
     losses = []
     for _ in range(steps):
         torch.manual_seed(4)
         step = driver.run_async(chunks, *given)
         losses.append(step.result())
-        assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(chunks).peak_live)
+        counted = list(driver.program(chunks).peak_live)
+        assert "out_of_order" in options or [step.peak_live[rank] for rank in driver.ranks] == counted
     found = losses, driver.gradients(), driver.state_dict(), torch.rand(1)
     driver.close()
     return found
 
 
 def compare(pipe, cluster, given, checkpoint="always", **options):
+    """The bits are those without recompute."""
     plain = outcome(pipe, cluster, given, **options)
     mine = outcome(pipe, cluster, given, checkpoint=checkpoint, **options)
     assert all(map(torch.equal, mine[0], plain[0]))
@@ -56,16 +59,15 @@ def compare(pipe, cluster, given, checkpoint="always", **options):
     return mine, plain
 
 
-@pytest.mark.parametrize("name", [each for each in exhibits if exhibits[each].loss_fn is not None])
-def test_the_zoo_trains_to_the_same_bits(threads, name):
+@pytest.mark.parametrize("name", [each for each in exhibits if exhibits[each].draws])
+def test_what_draws_draws_the_same_again(threads, name):
+    """On one worker. The rest of the zoo is computed again in test_driver.py."""
     number = list(exhibits).index(name)
-    schedule, checkpoint = SCHEDULES[number % 5], MODES[number % 3]
     model, pipe = build(name, list(MultiUseParameterConfig)[number % 2])
     microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(3)]
     given = [*(MicroBatches(list(same)) for same in zip(*microbatches)), MicroBatches([model.target()] * 3)]
-    most = 1 if exhibits[name].draws else 2 if "interleaved" in schedule or "looped" in schedule else 4
-    workers = min(most, pipe.num_stages)
-    compare(pipe, threads, given, checkpoint, chunks=3, steps=1, schedule=schedule, world_size=workers)
+    for schedule, checkpoint in (("1f1b", "always"), ("zb_h1", {0: "always"})):
+        compare(pipe, threads, given, checkpoint, chunks=3, steps=1, schedule=schedule, world_size=1)
 
 
 class Layer(nn.Module):
@@ -230,19 +232,6 @@ def test_a_program_that_computes_again_what_has_no_backward(threads):
     by_hand.close()
 
 
-def test_a_single_loss(threads):
-    pipe = pipeline(Chain(3), lambda output, target: (output - target).std())
-    given = torch.randn(12, 8), torch.randn(12, 8)
-    found = []
-    for checkpoint in ("never", "always", "except_last"):
-        driver = PipelineDriverFillDrain(pipe, threads, single_loss=True, checkpoint=checkpoint)
-        found.append((driver.run(4, *given), driver.gradients()))
-        driver.close()
-    for loss, gradients in found[1:]:
-        assert torch.equal(loss, found[0][0])
-        assert_bits(gradients, found[0][1])
-
-
 def test_no_message_more_and_each_value_once(threads):
     """The workers send the same values as without recompute."""
     pipe, sent = pipeline(TiedLanguage(), cross_entropy), []
@@ -262,43 +251,6 @@ def test_no_message_more_and_each_value_once(threads):
         )
         driver.close()
     assert sent[0] == sent[1]
-
-
-@pytest.mark.parametrize("options", [{"out_of_order": True}, {"out_of_order": 4}], ids=str)
-def test_out_of_order(threads, options):
-    given = torch.randn(12, 8), torch.randn(12, 8)
-    pipe = pipeline(Chain(3), nn.MSELoss())
-    for schedule in ("zb_h1", "fill_drain"):
-        plain = PipelineDriver(pipe, threads, schedule=schedule)
-        driver = PipelineDriver(pipe, threads, schedule=schedule, checkpoint="always", **options)
-        for _ in range(3):
-            assert torch.equal(driver.run(6, *given), plain.run(6, *given))
-        assert_bits(driver.gradients(), plain.gradients())
-        driver.close()
-        plain.close()
-
-
-def test_autocast_around_the_step(threads):
-    """The forward is computed again with the same casts: the gradients have the bits that they have without recompute."""
-    pipe = pipeline(Chain(2).float(), nn.MSELoss())
-    given = torch.randn(2, 8, 8, dtype=torch.float32)
-    for schedule in ("1f1b", "zb_h1"):
-        with torch.autocast("cpu", torch.bfloat16):
-            compare(pipe, threads, given, "always", schedule=schedule)
-
-
-def test_compiled_stages(threads):
-    """Nothing is compiled twice, and dropout drops the same."""
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))
-    )
-    compare(
-        pippy.Pipe.from_sequential(model, nn.MSELoss()),
-        threads,
-        (torch.randn(8, 8), torch.randn(8, 8)),
-        world_size=1,
-        compile={"backend": "aot_eager"},
-    )
 
 
 class Changing(nn.Module):
@@ -470,14 +422,60 @@ class Clamping(nn.Module):
         return x * self.weight
 
 
+def dropping():
+    """Nothing of it is compiled twice, and dropout drops the same."""
+    first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
+    return nn.Sequential(first, nn.Sequential(nn.Tanh(), nn.Linear(8, 8)))
+
+
+def checkpointed(reentrant):
+    return pipeline(Checkpointed(reentrant, width=8), nn.MSELoss())
+
+
+def spread(output, target):
+    return (output - target).std()
+
+
+COMPARED = {
+    "one loss": (lambda: pipeline(Chain(3), spread), {"schedule": "fill_drain", "single_loss": True}),
+    "one loss, except the last": (
+        lambda: pipeline(Chain(3), spread),
+        {"schedule": "fill_drain", "single_loss": True, "checkpoint": "except_last"},
+    ),
+    "out of order": (lambda: pipeline(Chain(3), nn.MSELoss()), {"schedule": "zb_h1", "out_of_order": True}),
+    "out of order, at most 4": (
+        lambda: pipeline(Chain(3), nn.MSELoss()),
+        {"schedule": "fill_drain", "out_of_order": 4},
+    ),
+    "compiled stages": (
+        lambda: pippy.Pipe.from_sequential(dropping(), nn.MSELoss()),
+        {"world_size": 1, "compile": {"backend": "aot_eager"}},
+    ),
+    "parts that torch checkpoints": (lambda: checkpointed(False), {"schedule": "zb_h1"}),
+    "such parts, reentrant": (lambda: checkpointed(True), {"schedule": "zb_h1"}),
+    "a forward that changes its weight": (lambda: as_pipe(Layers(Clamping)), {"chunks": 1}),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_bits_are_those_without(threads, name):
+    make, options = COMPARED[name]
+    compare(make(), threads, (torch.randn(12, 8), torch.randn(12, 8)), steps=3, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_autocast_around_the_step(threads, schedule):
+    """The forward is computed again with the same casts."""
+    given = torch.randn(2, 8, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(pipeline(Chain(2).float(), nn.MSELoss()), threads, given, schedule=schedule)
+
+
 CALLS: list[str] = []
 
 
-def test_hooks_and_weights_that_a_forward_changes(threads):
-    """Forward hooks are called in both forwards, those of the backward once."""
+def test_forward_hooks_are_called_in_both_forwards_and_those_of_the_backward_once(threads):
     given, called = (torch.randn(4, 8), torch.randn(4, 8)), []
-    pipe = as_pipe(Layers(Clamping))
-    compare(pipe, threads, given, "always", chunks=1)
     layer = Layers()
     layer.layers[1].register_forward_hook(note_forward)
     layer.layers[1].register_full_backward_hook(note_backward)
@@ -497,11 +495,3 @@ def note_forward(module, inputs, output):
 
 def note_backward(module, gradients, given):
     CALLS.append("B")
-
-
-def test_parts_that_torch_checkpoints(threads):
-    from tests.drivers.test_kinds_of_models import WIDTH, Checkpointed
-
-    for reentrant in (True, False):
-        given = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
-        compare(pipeline(Checkpointed(reentrant), nn.MSELoss()), threads, given, "always", chunks=3, schedule="zb_h1")

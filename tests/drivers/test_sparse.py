@@ -18,7 +18,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.worker.measure.live_storages import LiveStorages
-from tests.comparisons import Beside
+from tests.comparisons import Beside, assert_same_gradients
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -85,14 +85,6 @@ class Twins(Beside):
         x = torch.randint(1, 12, (7, 5))
         self.run(chunks, x, torch.randn(self.plain(x).shape))
 
-    def same_gradients(self, **tolerance):
-        for name, gradient in self.driver.gradients().items():
-            expected = self.plain.get_parameter(name).grad
-            assert (gradient is None) == (expected is None), name
-            if gradient is not None:
-                assert gradient.layout == expected.layout, name
-                torch.testing.assert_close(gradient.to_dense(), expected.to_dense())
-
     def dense_gradients(self):
         """The plain model's are dense from here on. Gives them."""
         for parameter in self.plain.parameters():
@@ -125,11 +117,7 @@ def test_the_reference_adds_sparse_and_dense_gradients_of_copies():
         for _ in range(2):
             pipe(x, target)
             F.mse_loss(plain(x), target).backward()
-        for name, parameter in plain.named_parameters():
-            for place in pipe.stage_qualnames(name):
-                gradient = pipe.split_gm.get_parameter(place).grad
-                assert gradient.layout == parameter.grad.layout
-                torch.testing.assert_close(gradient.to_dense(), parameter.grad.to_dense())
+        assert_same_gradients(pipe, plain)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "zb_h1"}, {"out_of_order": True}, {"schedule": "auto"}], ids=str)

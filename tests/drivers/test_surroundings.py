@@ -209,7 +209,7 @@ def test_what_is_followed_is_so_on_the_workers(cluster, at, row):
     x, target = torch.randn(4, 2), torch.zeros(4)
     for expected in (inside, outside):
         model = nn.Sequential(nn.Linear(2, 2), Compares(at, expected))
-        driver = PipelineDriver1F1B(Pipe.from_sequential(model, mean), cluster)
+        driver = PipelineDriver1F1B(Pipe.from_sequential(model, mean), cluster, check=False)
         with CONTEXTS[row.name]():
             assert driver.run(2, x, target) == float(expected == inside)
         assert driver.run(2, x, target) == float(expected == outside)

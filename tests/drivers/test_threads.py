@@ -11,24 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
+from pippy import Pipe, PipelineDriver1F1B, current_cluster, local_cluster, pipeline
 from pippy.drivers.base.errors import ClusterError, StepError
 from tests.comparisons import update
 from tests.drivers.failing_model import FORWARD, SLOW, Training, slow_steps
-from tests.drivers.models import TwoLayers
+from tests.drivers.models import Chain
 from tests.drivers.processes import interrupted, within
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 STEPS = 6
-
-
-class Net(TwoLayers):
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        pipe_split()
-        return self.last(x)
 
 
 def together(*functions):
@@ -48,7 +41,7 @@ class Trained:
 
     def __init__(self, seed):
         torch.manual_seed(seed)
-        self.model, self.x, self.target = Net(), torch.randn(6, 8), torch.randn(6, 8)
+        self.model, self.x, self.target = Chain(2), torch.randn(6, 8), torch.randn(6, 8)
         plain = copy.deepcopy(self.model)
         optimizer, self.expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
         for _ in range(STEPS):

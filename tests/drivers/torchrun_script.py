@@ -1,6 +1,5 @@
 """A script for torchrun, or without: trains, and compares with plain training. "cut" as an argument: one more step hangs."""
 
-import copy
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B, PipeTracer, PippyError, pipeline
+from tests.comparisons import Beside
 from tests.drivers.models import Chain, numbers_of_training
 
 options = json.loads(os.environ.get("OPTIONS", "{}"))
@@ -39,23 +39,15 @@ class Hanging(torch.nn.Module):
 
 
 def train(cluster, stages=2, divide_state=False, **given):
-    plain = Chain(stages)
     cut = {} if stages > 1 else {"split": "parameters", "num_stages": 1, "example_args": (torch.ones(8, 8),) * 2}
-    pipe = pipeline(copy.deepcopy(plain), F.mse_loss, **cut)
-    driver = PipelineDriver1F1B(pipe, cluster, **driver_options, **given)
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, divide_state=divide_state)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    both = Beside(cluster, Chain(stages), F.mse_loss, pipe=cut, **driver_options, **given)
+    both.optimizers.append(both.driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, divide_state=divide_state))
+    both.optimizers.append(torch.optim.AdamW(both.plain.parameters(), lr=1e-2))
     for _ in range(5):
-        x, target = torch.randn(8, 8), torch.randn(8, 8)
-        mine.zero_grad()
-        theirs.zero_grad()
-        driver.run(4, x, target)
-        F.mse_loss(plain(x), target).backward()
-        mine.step()
-        theirs.step()
-    state = driver.state_dict()
-    assert max(float((state[name] - each).detach().abs().max()) for name, each in plain.state_dict().items()) < 1e-12
-    driver.close()
+        both.run(4, torch.randn(8, 8), torch.randn(8, 8), rtol=1e-9, atol=0)
+        both.update()
+    both.same_state(rtol=0, atol=1e-12)
+    both.driver.close()
 
 
 def hang(cluster):
