@@ -35,6 +35,7 @@ MOVED = {  # old names of pages, and the parts that they became
     "docs/data": "loop.html#data-that-the-workers-load",
     "docs/evaluation": "loop.html#evaluation",
     "docs/logging": "loop.html#logging",
+    "docs/workers": "running.html#what-is-sent",
 }
 METHODS = {"train"}  # what pages mean a method of a module by, though a public name is the same
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
