@@ -10,6 +10,7 @@ gc.disable()  # a fifth of the time, and nothing is left to free: the process en
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from markdown_site import MOVED  # noqa: E402
 from source_pages import linkcode_resolve  # noqa: E402, F401  sphinx.ext.linkcode looks for it here
 
 project = "pippy"
@@ -45,7 +46,8 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_additional_pages = {"index": "first_page.html"}
+html_context = {"moved": MOVED}
+html_additional_pages = {"index": "first_page.html", **dict.fromkeys(MOVED, "moved.html")}
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "default"

@@ -31,6 +31,15 @@ INSTANCES = {  # how pages call an object of a class
     "pipe": "Pipe",
     "recording": "pippy.drivers.report.record.Recording",
 }
+MOVED = {  # old names of pages, and the parts that they became
+    "docs/data": "loop.html#data-that-the-workers-load",
+    "docs/evaluation": "loop.html#evaluation",
+    "docs/joining": "hosts.html#workers-that-join",
+    "docs/logging": "loop.html#logging",
+    "docs/ray": "hosts.html#ray",
+    "docs/slurm": "hosts.html#slurm",
+    "docs/workers": "running.html#what-is-sent",
+}
 METHODS = {"train"}  # what pages mean a method of a module by, though a public name is the same
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
 _PICTURE = re.compile(

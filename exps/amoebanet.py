@@ -14,7 +14,7 @@ Finding:  all five counts of parameters are the published ones. Speed-ups, from 
           0.87 s (quartiles 0.86 to 0.87), 1.07 (1.02 to 1.10), 0.70 (0.70 to 0.70): speed-ups of 1, 0.81, 1.24,
           where 1, 1.56, 2.10 are simulated, from layers that are timed alone. Simulated with passes as long as they were in
           the step, it takes 0.991, 0.983 and 0.962 of the measured step. So passes take longer beside a neighbour than alone:
-          the cores share the way to memory, for which most of these layers wait (exps/neighbours.py).
+          the cores share the way to memory, for which most of these layers wait.
 """
 
 from functools import cache

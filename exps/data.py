@@ -5,7 +5,7 @@
 Each way runs the same steps of the same model on two local workers, in turn, several times. It prints the bytes that the
 controller sends in a step, and the least time of a step.
 
-Finding: see docs/data.md.
+Finding: see docs/loop.md.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Question: of models of Hugging Face, torchvision and timm, and of models written by hand: which are cut into four stages, and
           have the loss, every gradient and every buffer of the plain model?
 Command:  python -m exps.models                               (from the root of the repository; --kinds, --only)
-          python -m exps.models --found build/models.json --page docs/models.md
+          python -m exps.models --found build/models.json --page exps/models.md
           keeps what is found in a file, and writes the table of all that is in it into the page.
           The models of torchvision and timm are tried if these packages can be imported. A wheel of torchvision that was
           built for CUDA will do; keep it out of the environment, since transformers would try to use it too:
@@ -13,7 +13,7 @@ Method:   tiny sizes with random weights, in float64. Each model is tried in a p
           cut into four stages of like parameters (into fewer, if it has fewer places to cut). Two training steps and one in
           evaluation run on the reference, and one more on a batch of another size where the model allows that; gradients
           add up over the steps.
-Finding:  docs/models.md
+Finding:  exps/models.md
 """
 
 import argparse

@@ -21,8 +21,8 @@ Finding:  all five counts of parameters are the published ones. Straight skips s
           1.24), 1.10 (1.06 to 1.11), 0.87 (0.86 to 0.87): speed-ups of 1, 0.77, 0.86, 1.10, where 1, 0.87, 1.39, 1.66 are
           simulated, from layers that are timed alone. Simulated with passes as long as they were in the step, it takes 0.999,
           0.999, 0.991 and 0.986 of the measured step: so nothing else takes time. Passes on two workers take longer than alone,
-          as most of these layers wait for memory, which the cores share: python -m exps.neighbours has 1.80 for additions in
-          memory, and 1.01 for products.
+          as most of these layers wait for memory, which the cores share: 1.80 for additions in memory, and 1.01 for
+          products (docs/decisions.md).
 """
 
 from collections.abc import Mapping

@@ -18,8 +18,8 @@ Finding:  two cores of a virtual machine, of torch 1F1B. small (40 rounds): pipp
           torch's best, DualPipeV, 0.94 (0.91–0.96); compiled, pippy zb_v 0.86 (0.83–0.88), 1f1b 0.93 (0.91–0.95), torch's 1F1B
           1.07 (1.04–1.09).
           While other work ran, intervals were twice as wide, and another processor had 1f1b on small at 0.986 (0.943–1.032, 60
-          rounds). Fewer than 30 rounds on small and tiny, and 12 on medium, decide nothing. exps/step_and_bound.py says what
-          lies between a step and the bound.
+          rounds). Fewer than 30 rounds on small and tiny, and 12 on medium, decide nothing. docs/decisions.md says what lies
+          between a step and the bound.
           Forwards computed again (medium, 7 rounds, --only "torch 1F1B" again "pippy 1f1b" --beside "pippy 1f1b"): of pippy's
           1f1b, "always" takes 1.29 (1.21–1.40), torch's 1F1B with torch.utils.checkpoint around its blocks 1.30 (1.24–1.38),
           "except_last" 1.15 (1.03–1.23), and torch's without 1.10 (1.06–1.17). The aim was 1.34.

@@ -97,6 +97,16 @@ def test_every_page_is_there_with_links_that_lead_somewhere(site, ids):
             assert target.suffix not in (".md", ".ipynb"), f"{made.name}: {link} is a page, and not what it became"
 
 
+def test_the_old_name_of_a_page_leads_on(site, ids):
+    assert markdown_site.MOVED
+    for name in markdown_site.MOVED:
+        page = site / f"{name}.html"
+        (link,) = LINKS.findall(page.read_text())
+        file, _, anchor = link.partition("#")
+        assert anchor in ids[(page.parent / file).resolve()], link
+        assert f"url={link}" in page.read_text()
+
+
 def test_what_pages_hold_arrives(site):
     tutorial = (site / "docs/tutorial.html").read_text()
     assert re.search(

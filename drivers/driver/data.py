@@ -128,7 +128,7 @@ class IndexLoader:
     makes it there, "package.module:function". The rest is as in `torch.utils.data.DataLoader`. A mini-batch is a tuple or a
     dict of columns: ``driver.run(chunks, *batch)`` or ``**batch``. ``columns`` says how many there are, or their names; it is
     needed for a dataset by name, and else found out from one row. With ``prefetch=2``, workers load the next two mini-batches
-    while they compute. See docs/data.md.
+    while they compute. See docs/loop.md.
 
     >>> from torch.utils.data import TensorDataset
     >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster

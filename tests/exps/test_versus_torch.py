@@ -2,13 +2,12 @@
 
 import json
 import os
-import re
 
 import pytest
 import torch
 
-from exps import compiled, control, neighbours, step_and_bound, versus_torch
-from exps.peers import gpt, halves, pippy_peer, torch_peer
+from exps import compiled, control, versus_torch
+from exps.peers import gpt, pippy_peer, torch_peer
 from exps.peers.empty import torch_control
 from exps.peers.process import Child, ChildFailed
 from exps.peers.rounds import Disagreement, check, ratio, started, take_turns
@@ -270,22 +269,3 @@ def test_stages_that_torch_compiles_have_their_parameters_names(monkeypatch):
     part = CompiledParts(torch_peer.GptParts(TINY))(0, 2)
     assert part._compiled_call_impl is not None and not torch._functorch.config.donated_buffer
     assert [*part.state_dict()] == [*gpt.part(TINY, 0, 2).state_dict()]
-
-
-def test_the_work_of_neighbours_runs(capsys):
-    neighbours.main(["--rounds", "2", "--only", "additions in a cache"])
-    assert re.search(r"additions in a cache +[\d.]+ +[\d.]+   \d+\.\d\d \(", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_halves_compute_in_the_order_of_1f1b(rank):
-    order = halves.order(rank)
-    assert sorted(order) == sorted((kind, chunk) for kind in "BF" for chunk in range(gpt.CHUNKS))
-    alive = [sum(1 if kind == "F" else -1 for kind, _ in order[: at + 1]) for at in range(len(order))]
-    assert max(alive) == 2 - rank and alive[-1] == 0
-
-
-def test_each_cost_is_added_to_the_one_before(capsys):
-    step_and_bound.main(["--size", "tiny", "--rounds", "2"])
-    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[3:]]
-    assert rows == ["by turns", "bound", "in order", "bytes, awake", "bytes, asleep", "pippy 1f1b", "torch 1F1B"]

@@ -1,6 +1,6 @@
 """Models of torchvision and timm have the loss, the gradients and the buffers of the plain models.
 
-The packages stay outside of the environment of the tests: docs/models.md says why, and how they are installed beside it.
+The packages stay outside of the environment of the tests: exps/models.md says why, and how they are installed beside it.
 """
 
 import pytest

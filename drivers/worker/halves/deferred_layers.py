@@ -228,7 +228,9 @@ def deferrable_layers(stage: nn.Module) -> list[DeferrableLayer]:
 def _layer_for(module: nn.Module) -> DeferrableLayer | None:
     if "forward" in module.__dict__:  # somebody else has replaced it
         return None
-    if not {"weight", "bias"}.issubset(module._parameters.keys()):  # spectral_norm and prune compute them; a list if scripted
+    if not {"weight", "bias"}.issubset(
+        module._parameters.keys()
+    ):  # spectral_norm and prune compute them; a list if scripted
         return None
     if type(module) is nn.Linear:  # a subclass may do anything in its forward
         return LinearLayer(module, module.out_features or 1)

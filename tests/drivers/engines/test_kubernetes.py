@@ -1,4 +1,4 @@
-"""The manifest of docs/joining.md: it keeps the schemas of Kubernetes, and what its parts call each other fits together."""
+"""The manifest of docs/hosts.md: it keeps the schemas of Kubernetes, and what its parts call each other fits together."""
 
 import re
 import shlex
@@ -10,8 +10,8 @@ import yaml
 from pippy.cli.run import worker as worker_command
 from pippy.drivers.engines.joined.address import listening_place, secret_in, split_address
 
-PAGE = (Path(__file__).parents[3] / "docs/joining.md").read_text()
-RECIPE = PAGE[PAGE.index("### Kubernetes") : PAGE.index("### SkyPilot")]
+PAGE = (Path(__file__).parents[3] / "docs/hosts.md").read_text()
+RECIPE = PAGE[PAGE.index("### Kubernetes") : PAGE.index("### SkyPilot and ssh")]
 (MANIFEST,) = re.findall(r"^```yaml\n(.*?)^```$", RECIPE, re.MULTILINE | re.DOTALL)
 
 
