@@ -1,5 +1,5 @@
 "use strict";
-// Zooms and moves timelines, names what is pointed at, and shows other steps. Without it the page is whole, only still.
+// Zooms and moves timelines, and names what is pointed at. Without it the page is whole, only still.
 (function () {
   const root = document.documentElement, tip = document.getElementById("tip"), words = new WeakMap();
   const NAMED = 20, TICK = 72;
@@ -144,46 +144,11 @@
     return { layout, view, count: boxes.length, show: (start, end) => { from = start; to = end; paint(); } };
   }
 
-  function start(within) {
-    tips(within);
-    timelines = Array.from(within.querySelectorAll(".timeline"), timeline);
-    for (const each of timelines) each.layout();
-    root.dataset.ready = String(timelines.reduce((sum, each) => sum + each.count, 0));
-  }
-
-  async function unpacked(text) {
-    const bytes = Uint8Array.from(atob(text), each => each.charCodeAt(0));
-    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  }
-
-  const main = document.getElementById("step"), steps = Array.from(document.querySelectorAll("[data-step]"));
-  const texts = new Map();  // what the page says of the steps that were shown
-  let now = steps.find(each => each.hasAttribute("aria-current"));
-
-  async function go(button) {
-    const before = now, template = document.getElementById("step-" + button.dataset.step);
-    if (button === before) return;
-    now = button;
-    const text = texts.get(button) ?? await unpacked(template.content.textContent);
-    texts.set(button, text);
-    if (now !== button) return;  // another was clicked meanwhile
-    before.removeAttribute("aria-current");
-    button.setAttribute("aria-current", "true");
-    document.getElementById("shown").textContent = "This page shows " + words.get(button).replace(":", ", of") + ".";
-    main.innerHTML = text;
-    start(main);
-    root.dataset.step = button.dataset.step;
-  }
-
-  if (now) texts.set(now, main.innerHTML);
-  for (const each of steps) each.addEventListener("click", () => go(each));
-  for (const each of document.querySelectorAll("[data-go]")) each.addEventListener("click", () => {
-    const there = steps.filter(step => !step.disabled);
-    go(there[Math.min(Math.max(there.indexOf(now) + +each.dataset.go, 0), there.length - 1)]);
-  });
-
   window.addEventListener("resize", () => { for (const each of timelines) each.layout(); });
-  start(document.body);
+  tips(document.body);
+  timelines = Array.from(document.querySelectorAll(".timeline"), timeline);
+  for (const each of timelines) each.layout();
+  root.dataset.ready = String(timelines.reduce((sum, each) => sum + each.count, 0));
   // report.html#view=0.001,0.002 opens at a time
   const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
   if (asks && +asks[2] > +asks[1] && timelines.length) timelines[0].view(+asks[1], +asks[2]);

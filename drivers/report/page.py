@@ -1,21 +1,18 @@
 """The report about a step. Its parts, from top to bottom:
 
-title ─ steps, to click through ─ what ran ─ largest loss, and other findings ─ timeline (measured above predicted) ─
+title ─ lengths of all steps ─ what ran ─ largest loss, and other findings ─ timeline (measured above predicted) ─
 where the time went ─ stages ─ values between workers ─ memory
 
 Two recordings stand side by side on one page: what is shorter and what is longer, and both timelines to one scale.
 """
 
 import re
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from gzip import compress
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
-from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.drawings import FILLS, css_class, dark_colours, step_span, timeline
 from pippy.drivers.report.findings import StepPart, findings, step_parts
 from pippy.drivers.report.step_data import StepData
@@ -88,30 +85,24 @@ def parts_bar(step: StepData, full_width: float) -> str:
     return f'{bar(parts, full_width, " parts")}<div class="legend">{names}</div>'
 
 
-MOST_STEPS = 12
-MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed
 MEMORY_WIDTH, HEIGHT = 900, 80
 Series = tuple[str, Sequence[int]]  # "measured" or "counted", and the most bytes held while each instruction ran
 HOW = (
     "<p>For memory over time, record with <code>driver.record(memory=True)</code>; "
     "<code>recording.report(path, memory=driver.memory(...))</code> draws what was counted before beside it.</p>"
 )
-Counted = Callable[
-    [Program], Sequence[HeldBytes] | None
-]  # what each worker should hold in a program; None if not known
 
 
 def page(
-    step: StepData, recorded: Sequence[StepData], dropped: int, title: str, counted: Counted = lambda _: None
+    step: StepData,
+    recorded: Sequence[StepData],
+    dropped: int,
+    title: str,
+    counted: Sequence[HeldBytes] | None = None,
 ) -> str:
-    """The HTML of the report about one of the ``recorded`` steps of a recording, with others of them to click on."""
-    strip = steps_strip(step, recorded, dropped, lambda each: about(each, counted(each.program)))
-    return html_document(title, f'{strip}<main id="step">{about(step, counted(step.program))}</main>')
-
-
-def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
-    """All that a report says of one step, as HTML."""
-    return f'<p class="what">{what_ran(step)}</p>' + sections(contents(step, counted))
+    """The HTML of the report about one of the ``recorded`` steps of a recording. ``counted`` is what workers should hold."""
+    head = f'{steps_strip(step, recorded, dropped)}<p class="what">{what_ran(step)}</p>'
+    return html_document(title, head + sections(contents(step, counted)))
 
 
 def contents(
@@ -188,56 +179,25 @@ def _points(step: StepData, worker: int, numbers: Sequence[int], highest: int) -
         begin = end
 
 
-# The steps of a recording as a strip of bars at the top of its report: a click on one shows it.
-#
-# What the page says of the other steps is packed: a script unpacks the one that is asked for. So that a page stays small, not
-# every step is there: the step that is shown, the longest, the shortest, and the latest ones.
+# The steps of a recording as a strip of bars at the top of its report.
 
 
-def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:
-    """The strip as HTML. ``about`` makes what the page says of a step."""
+def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int) -> str:
+    """The strip as HTML: the length of each step, and which one the page shows."""
     lengths = [each.makespan for each in recorded]
-    at = next(number for number, each in enumerate(recorded) if each is shown)
-    there = packed_steps(at, recorded)
-    bars = "".join(
-        _step_bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(recorded)
-    )
-    packed = "".join(_packed(number, about(recorded[number])) for number in there if number != at)
     others = f", and {dropped} earlier ones dropped" if dropped else ""
-    missing = "" if len(there) == len(recorded) else " Grey bars are not on this page; report(step=...) shows them."
     said = (
         f"{count_with_noun(len(recorded), 'step')}{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
-        f"{duration(median(lengths))}. "
+        f"{duration(median(lengths))}."
     )
-    buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'
-    return (
-        f'<nav><p>{said}<span id="shown">This page shows step {at}, of {duration(shown.makespan)}.</span>{missing}</p>'
-        + (f'<div class="steps">{bars}</div><div class="tools">{buttons}</div>{packed}' if len(recorded) > 1 else "")
-        + "</nav>"
+    bars = "".join(
+        f'<i title="{escape(f"step {number}: {duration(each.makespan)}")}" {"aria-current" * (each is shown)} '
+        f'style="height:{100 * each.makespan / (max(lengths) or 1.0):.1f}%"></i>'
+        for number, each in enumerate(recorded)
     )
-
-
-def packed_steps(shown: int, recorded: Sequence[StepData]) -> list[int]:
-    """The numbers of the steps that the page has."""
-    by_length = sorted(range(len(recorded)), key=lambda number: recorded[number].makespan)
-    wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(recorded)))])
-    packed, room = [shown], MOST_INSTRUCTIONS
-    for number in [each for each in wanted if each != shown][: MOST_STEPS - 1]:
-        room -= sum(map(len, recorded[number].program.orders))
-        if room >= 0:
-            packed.append(number)
-    return sorted(packed)
-
-
-def _step_bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:
-    words = f"step {number}: {duration(step.makespan)}"
-    state = 'aria-current="true"' if shown else "" if there else "disabled"
-    height = 100 * step.makespan / (longest or 1.0)
-    return f'<button data-step="{number}" title="{escape(words)}" {state}><i style="height:{height:.1f}%"></i></button>'
-
-
-def _packed(number: int, text: str) -> str:
-    return f'<template id="step-{number}">{b64encode(compress(text.encode(), mtime=0)).decode()}</template>'
+    at = next(number for number, each in enumerate(recorded) if each is shown)
+    here = f"This page shows step {at}, of {duration(shown.makespan)}; report(step=...) shows another."
+    return f'<nav><p>{said} {here}</p><div class="steps">{bars}</div></nav>'
 
 
 StepPair = tuple[StepData, StepData]

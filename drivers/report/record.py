@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Protocol
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.plan.cost.held_bytes import HeldBytes
+from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.report.drawings import perfetto_trace, step_svg
@@ -20,16 +19,6 @@ from pippy.ir.base.public_calls import check_count
 from pippy.ir.base.readable import brief, count_with_noun
 
 NOTHING_RECORDED = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
-
-
-class CountedMemory(Protocol):
-    """What `driver.memory` gives."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def workers(self) -> tuple[HeldBytes, ...]: ...
 
 
 class RecordedStep(StepData):
@@ -107,7 +96,7 @@ class Recording:
         *,
         title: str = "A recorded step",
         step: int | None = None,
-        memory: CountedMemory | None = None,
+        memory: DriverMemory | None = None,
     ) -> None:
         """Write an HTML page about one step. It opens from disk and needs no network.
 
@@ -137,7 +126,7 @@ class Recording:
         text = comparison(steps, (self.steps, other.steps), (names[0], names[1]), title)
         Path(path).write_text(text, encoding="utf-8")
 
-    def _page(self, title: str, step: int | None, memory: CountedMemory | None) -> str:
+    def _page(self, title: str, step: int | None, memory: DriverMemory | None) -> str:
         if not self.steps:
             raise DriverError(NOTHING_RECORDED)
         if step is not None and not -len(self.steps) <= step < len(self.steps):
@@ -149,13 +138,7 @@ class Recording:
                 f"memory= was counted for {memory.program!r}, and this step ran {chosen.program!r}; give what driver.memory() "
                 "gives for the arguments of the step"
             )
-        return page(
-            chosen,
-            self.steps,
-            self.dropped,
-            title,
-            lambda program: memory.workers if memory is not None and memory.program == program else None,
-        )
+        return page(chosen, self.steps, self.dropped, title, None if memory is None else memory.workers)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""

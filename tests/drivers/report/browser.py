@@ -17,7 +17,6 @@ def opened(page, script, view="", profile=None):
     acting.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile or page.parent / 'profile'}"]
-    options += ["--virtual-time-budget=3000"]  # for what is unpacked
     command = [BROWSER, *options, "--dump-dom", f"{acting.as_uri()}{view}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
