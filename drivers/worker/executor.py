@@ -133,43 +133,27 @@ class BoundProgram:
                 found.update({(name, each.microbatch): each.stage for name in inputs})
         return found
 
+    def rank(self, worker: int) -> int:
+        """The worker of the cluster for one of the program."""
+        return self.program.ranks[worker]
+
     def send(self, send: Send) -> BoundCall:
-        to, number = self.program.ranks[send.to], self.program.value_numbers[send.value]
-        return handlers.send, (own_value(send), to, number, len(self.program.share) * (send.value in self.chosen))
+        number, ahead = self.program.value_numbers[send.value], len(self.program.share) * (send.value in self.chosen)
+        return handlers.send, (own_value(send), self.rank(send.to), number, ahead)
 
     def receive(self, receive: Receive) -> BoundCall:
-        number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
-        return handlers.receive, (own_value(receive), rank, number)
-
-    def free(self, free: Free) -> BoundCall:
-        return handlers.free, (own_value(free),)
-
-    def add(self, add: Add) -> BoundCall:
-        return handlers.add, (own_value(add), sum_value(add))
-
-    def send_gradients(self, send: SendExchanged) -> BoundCall:
-        return handlers.send_gradients, (send.of, self.program.ranks[send.to])
+        return handlers.receive, (
+            own_value(receive),
+            self.rank(receive.source),
+            self.program.value_numbers[receive.value],
+        )
 
     def receive_gradients(self, receive: ReceiveExchanged) -> BoundCall:
-        source, whole = self.program.ranks[receive.source], self.at > self.computes_until
-        return handlers.receive_gradients, (receive.of, source, whole)
+        return handlers.receive_gradients, (receive.of, self.rank(receive.source), self.at > self.computes_until)
 
-    def reduce(self, each: Reduce) -> BoundCall:
-        return handlers.add_up, (each.of,)
-
-    def send_sum(self, send: SendExchanged) -> BoundCall:
-        return handlers.send_sum, (send.of, self.program.ranks[send.to])
-
-    def receive_sum(self, receive: ReceiveExchanged) -> BoundCall:
-        return handlers.receive_sum, (receive.of, self.program.ranks[receive.source])
-
-    def send_notes(self, send: SendExchanged) -> BoundCall:
-        key = self.program.value_numbers[NOTES], self.program.worker
-        return handlers.send_notes, (self.program.ranks[send.to], key)
-
-    def receive_notes(self, receive: ReceiveExchanged) -> BoundCall:
-        key = self.program.value_numbers[NOTES], receive.source
-        return handlers.receive_notes, (self.program.ranks[receive.source], key)
+    def notes_of(self, worker: int) -> tuple[int, int]:
+        """The key of the notes of a worker."""
+        return self.program.value_numbers[NOTES], worker
 
     def forward(self, compute: Compute) -> BoundCall:
         stage, microbatch = compute.stage, compute.microbatch
@@ -241,15 +225,21 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], BoundCall]] = {
     Op.CHOOSE: BoundProgram.choose,
     Send: BoundProgram.send,
     Receive: BoundProgram.receive,
-    Free: BoundProgram.free,
-    Add: BoundProgram.add,
-    (SendExchanged, Payload.GRADIENTS): BoundProgram.send_gradients,
+    Free: lambda bound, free: (handlers.free, (own_value(free),)),
+    Add: lambda bound, add: (handlers.add, (own_value(add), sum_value(add))),
+    Reduce: lambda bound, each: (handlers.add_up, (each.of,)),
+    (SendExchanged, Payload.GRADIENTS): lambda bound, it: (handlers.send_gradients, (it.of, bound.rank(it.to))),
     (ReceiveExchanged, Payload.GRADIENTS): BoundProgram.receive_gradients,
-    Reduce: BoundProgram.reduce,
-    (SendExchanged, Payload.SUM): BoundProgram.send_sum,
-    (ReceiveExchanged, Payload.SUM): BoundProgram.receive_sum,
-    (SendExchanged, Payload.NOTES): BoundProgram.send_notes,
-    (ReceiveExchanged, Payload.NOTES): BoundProgram.receive_notes,
+    (SendExchanged, Payload.SUM): lambda bound, it: (handlers.send_sum, (it.of, bound.rank(it.to))),
+    (ReceiveExchanged, Payload.SUM): lambda bound, it: (handlers.receive_sum, (it.of, bound.rank(it.source))),
+    (SendExchanged, Payload.NOTES): lambda bound, it: (
+        handlers.send_notes,
+        (bound.rank(it.to), bound.notes_of(bound.program.worker)),
+    ),
+    (ReceiveExchanged, Payload.NOTES): lambda bound, it: (
+        handlers.receive_notes,
+        (bound.rank(it.source), bound.notes_of(it.source)),
+    ),
 }
 
 
