@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.ir.run.stage_backward import stage_backward
 
 
@@ -90,8 +90,8 @@ def halves(model: nn.Module, deferral: WeightDeferral, x: torch.Tensor, grad: to
     with deferral.recording([x]) as deferred:
         output = model(x)
     times["F'"] = time.thread_time() - begin
-    timed(times, "I", lambda: backward_input(output, grad, [x], deferred))
-    timed(times, "W", lambda: backward_weight(deferred))
+    timed(times, "I", lambda: deferred.backward_input(output, grad, [x]))
+    timed(times, "W", deferred.run)
     return times
 
 

@@ -18,7 +18,7 @@ from pippy.drivers.protocol.compile_options import CompileOptions
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.data import DatasetReader, shared_generators
-from pippy.drivers.worker.executor import BoundProgram, ExchangeRun, Executor, Passed
+from pippy.drivers.worker.executor import BoundProgram, ExchangeRun, Executor, Passed, Running
 from pippy.drivers.worker.generating import GenerateCall, Generation
 from pippy.drivers.worker.gradients.buffers import ReplicaBuffers, StepBuffers
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums, ParameterShares
@@ -77,7 +77,7 @@ class DriverState:
         self.settings: dict[str, Pickled] = {}  # attributes of modules that were set, by stage
         self.buckets = load.buckets
         self.shares: dict[int, tuple[Sequence[Instruction], ParameterShares]] = {}  # of divided optimizers
-        self.running: Executor | ExchangeRun | None = None
+        self.running: Running | None = None
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
         self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
@@ -345,8 +345,8 @@ class DriverState:
 
     def _exchange(self, transport: Transport, order: Sequence[Instruction], number: int, passed: Passed) -> None:
         """Do what instructions outside of a step say."""
-        self.running = ExchangeRun(order, transport)
-        self.running.run(number, passed)
+        self.running = run = ExchangeRun(order, transport)
+        run.run(number, passed)
         self.running = None
 
     def _norms(self, norms: state.GradientNorms, number: int) -> list[torch.Tensor | None]:

@@ -90,14 +90,14 @@ class BoundProgram:
                 modules[name],
                 call.template,
                 constant.get(name, ()),
-                call.seen,
-                buffers,
-                own,
-                name in with_backward,
-                halves,
-                RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
-                self._outside(stages[name], name) if name in repeated else (),
-                graphs.of(name, modules[name], call.template, program.graph) if graphs else None,
+                seen=call.seen,
+                buffers=buffers,
+                own=own,
+                backward=name in with_backward,
+                halves=halves,
+                repeated=RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
+                outside=self._outside(stages[name], name) if name in repeated else (),
+                graphs=graphs.of(name, modules[name], call.template, program.graph) if graphs else None,
             )
             for name, call in program.calls.items()
         }
@@ -259,17 +259,33 @@ class Watcher(Protocol):
         """The instructions, changed so that this sees them."""
 
 
-class Executor:
-    """One program on one worker. ``at`` is the number of the instruction that runs now, and ``run_of`` names the run. The step
-    has had so many ``earlier`` micro-batches, of other programs."""
+class Running:
+    """Instructions of one worker. ``at`` is the number of the one that runs now. ``ranks`` has the workers of the cluster."""
+
+    def __init__(self, order: Sequence[Instruction], transport: Transport, ranks: Sequence[int] | None = None) -> None:
+        self.order, self.transport, self.ranks, self.at = order, transport, ranks, 0
+
+    def current(self) -> Instruction:
+        """The instruction that runs now."""
+        return self.order[self.at]
+
+    def source(self) -> int | None:
+        """The worker of the cluster that the instruction takes a value from."""
+        if (source := self.current().kind.receives_from) is None:
+            return None
+        worker: int = source(self.current())
+        return worker if self.ranks is None else self.ranks[worker]
+
+
+class Executor(Running):
+    """One program on one worker. ``run_of`` names the run. The step had ``earlier`` micro-batches, of other programs."""
 
     def __init__(
         self, bound: BoundProgram, transport: Transport, device: torch.device, copies: DeviceCopies | None = None
     ) -> None:
+        super().__init__(bound.program.order, transport, bound.program.ranks)
         self.bound, self.program, self.code, self.draws = bound, bound.program, bound.code, bound.draws
-        self.order = bound.program.order
-        self.transport, self.device, self.copies = transport, device, copies
-        self.at, self.run_of, self.earlier = 0, "", 0
+        self.device, self.copies, self.run_of, self.earlier = device, copies, "", 0
 
     def run(self, step: StepContext, watchers: Iterable[Watcher] = ()) -> StepResult:
         """Run all instructions once, or until the step is given up. Each of the ``watchers`` sees them."""
@@ -325,15 +341,6 @@ class Executor:
         """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.program.ranks, self.transport, self.device, self.copies)
 
-    def current(self) -> Instruction:
-        """The instruction that runs now."""
-        return self.order[self.at]
-
-    def source(self) -> int | None:
-        """The worker of the cluster that the instruction takes a value from."""
-        source = self.current().kind.receives_from
-        return None if source is None else self.program.ranks[source(self.current())]
-
 
 def _packed(values: list[Any]) -> Any:
     """Numbers as one tensor. A message with one tensor for each of many micro-batches would be slow."""
@@ -355,12 +362,8 @@ class Passed(Protocol):
         """Take what another worker has sent."""
 
 
-class ExchangeRun:
-    """A worker's instructions of one exchange. ``at`` is the number of the one that runs now."""
-
-    def __init__(self, order: Sequence[Instruction], transport: Transport) -> None:
-        self.order, self.transport = order, transport
-        self.at = 0
+class ExchangeRun(Running):
+    """A worker's instructions of one exchange."""
 
     def run(self, command: int, passed: Passed) -> None:
         """Run all instructions, in the command with this number."""
@@ -373,12 +376,3 @@ class ExchangeRun:
                 elif source := each.kind.receives_from:
                     for number in passed.awaited(each):
                         passed.take(number, self.transport.receive((command, number, 0), source(each)))
-
-    def current(self) -> Instruction:
-        """The instruction that runs now."""
-        return self.order[self.at]
-
-    def source(self) -> int | None:
-        """The worker that the instruction takes a value from."""
-        source = self.current().kind.receives_from
-        return None if source is None else source(self.current())

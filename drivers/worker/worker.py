@@ -31,7 +31,7 @@ from pippy.drivers.protocol.state import AskWritten
 from pippy.drivers.protocol.steps import RunTrial, Step
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
-from pippy.drivers.worker.executor import ExchangeRun, Executor
+from pippy.drivers.worker.executor import Executor, Running
 from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.errors import GuardError, PippyError, shows_all
@@ -375,12 +375,12 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(explained or error))
 
 
-def _place(running: Executor | ExchangeRun) -> str:
+def _place(running: Running) -> str:
     run = running.run_of if isinstance(running, Executor) else ""
     return f"{run}instruction {running.at + 1} of {len(running.order)}"
 
 
-def _awaited(running: Executor | ExchangeRun | None, step: int) -> str:
+def _awaited(running: Running | None, step: int) -> str:
     """What the worker waits for: of the instruction that runs, if any does."""
     if running is None or (instruction := running.current()).kind.gives is None:
         return "nothing"
