@@ -41,8 +41,6 @@ SEVERAL_MEANINGS = {
     "Place": "where a tensor is: in a module, in shared memory, among inputs, and in a stage",
     "Run": "adjacent stages on one worker, and what a forward has left for the backward",
     "Send": "an instruction, and an action of the command log",
-    "backward_input": "the half I of a backward, and the handler of its instruction",
-    "backward_weight": "the half W of a backward, and the handler of its instruction",
     "phases": "the phases of a schedule, in the file of each schedule that has them",
 }
 

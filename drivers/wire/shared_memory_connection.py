@@ -29,26 +29,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pippy.drivers.wire import packet
 from pippy.drivers.wire.memory import Memory, MemoryFile, create_shared, descriptor_beside, map_received, private_memory
-from pippy.drivers.wire.packet import (
-    ALONE,
-    ASK,
-    END,
-    FREED,
-    HEADER,
-    INLINE,
-    LAYOUT,
-    NO_KEY,
-    REFUSED,
-    RING,
-    START,
-    VALUE,
-    KnownLayout,
-    ReceivedLayouts,
-    SentLayouts,
-    Source,
-    write_header,
-)
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.ring import Ring, ring_size
@@ -75,9 +57,9 @@ class _Outgoing:
         copies = [tensor.detach().clone() for tensor in self.tensors]
         return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest, self.end)
 
-    def write_header(self, packet: memoryview, size: int, asks: int = 0, end: int = 0, ring: int = 0) -> None:
+    def write_header(self, target: memoryview, size: int, asks: int = 0, end: int = 0, ring: int = 0) -> None:
         """Write the header of its packet. It has so many bytes, which end at ``end`` in the ring."""
-        write_header(packet, self.kind, asks, self.number, len(self.rest), self.key, size, end, ring)
+        packet.write_header(target, self.kind, asks, self.number, len(self.rest), self.key, size, end, ring)
 
 
 class Receiver(Protocol):
@@ -128,14 +110,14 @@ class SharedMemoryConnection:
         self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
         self._buffers = [self._arrival.bytes]
         # to send
-        self._sent_layouts = SentLayouts(self._packet)
+        self._sent_layouts = packet.SentLayouts(self._packet)
         self._ring: Ring | None = None
         self._out: Memory | None = None
         self._rings_made = 0
         self._holds = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._room = self._holds // 4  # for bytes inside packets, before it is looked how full the socket is
         # to receive
-        self._layouts = ReceivedLayouts(self._arrival, pinned)
+        self._layouts = packet.ReceivedLayouts(self._arrival, pinned)
         self._in: Memory | None = None
         self._rings_received = 0
         self._refused: OSError | None = None  # why the ring was not taken
@@ -149,7 +131,7 @@ class SharedMemoryConnection:
         known = self._sent_layouts.by_signature.get(parts.signature) or self._introduce(value, parts)
         if not (self.ended or self._sent_at_once(known, key, parts)):
             rest = rest_to_bytes(parts.rest) if parts.rest else b""
-            self._post(_Outgoing(VALUE, known.number, key, known.layout, parts.tensors, rest))
+            self._post(_Outgoing(packet.VALUE, known.number, key, known.layout, parts.tensors, rest))
         return known.layout.payload
 
     def send_end(self, peer: int, end: socket.socket) -> None:
@@ -157,7 +139,7 @@ class SharedMemoryConnection:
         if self.ended:
             end.close()
         else:
-            self._post(_Outgoing(END, peer, NO_KEY, NO_LAYOUT, [], b"", end))
+            self._post(_Outgoing(packet.END, peer, packet.NO_KEY, NO_LAYOUT, [], b"", end))
 
     def flush(self) -> None:
         """Send as much of the queue as possible."""
@@ -172,13 +154,13 @@ class SharedMemoryConnection:
 
     def discard_before(self, step: int) -> None:
         """Drop queued values of earlier steps. Layouts stay: later values may need them."""
-        self.queue = deque(each for each in self.queue if each.kind != VALUE or each.key[0] >= step)
+        self.queue = deque(each for each in self.queue if each.kind != packet.VALUE or each.key[0] >= step)
 
     def trim(self) -> None:
         """Give up the ring, unless something waits for room in it. The next value that needs one gets a new one."""
         if self._ring is None or self.queue or self.socket_full or self.ended:
             return
-        write_header(self._packet.bytes, RING, ring=self._rings_made + 1)
+        packet.write_header(self._packet.bytes, packet.RING, ring=self._rings_made + 1)
         if self._send():
             self._rings_made += 1
             self._ring = self._out = None
@@ -191,23 +173,23 @@ class SharedMemoryConnection:
         self.socket.close()
         self._ring = self._out = self._in = None
 
-    def _introduce(self, value: Any, parts: Parts) -> KnownLayout:
+    def _introduce(self, value: Any, parts: Parts) -> packet.KnownLayout:
         """Send a new layout."""
         layout = layout_of(value)
         code = pickle_to_bytes(layout)
         known = self._sent_layouts.add(parts.signature, layout)
         if not self.ended:
-            self._post(_Outgoing(LAYOUT, known.number, NO_KEY, NO_LAYOUT, [], code))
+            self._post(_Outgoing(packet.LAYOUT, known.number, packet.NO_KEY, NO_LAYOUT, [], code))
         return known
 
-    def _sent_at_once(self, known: KnownLayout, key: ValueKey, parts: Parts) -> bool:
+    def _sent_at_once(self, known: packet.KnownLayout, key: ValueKey, parts: Parts) -> bool:
         """Send a small value inside its packet, if all before it is sent. Most values are sent like this."""
         size = known.layout.size
         if known.place is None or parts.rest or self.queue or self._sending or not self._has_room(size):
             return False
         known.place.write(parts.tensors)
-        HEADER.pack_into(self._packet.bytes, 0, VALUE, 0, known.number, 0, *key, size, 0, 0)
-        return self._send(START + size)
+        packet.HEADER.pack_into(self._packet.bytes, 0, packet.VALUE, 0, known.number, 0, *key, size, 0, 0)
+        return self._send(packet.START + size)
 
     def _post(self, outgoing: _Outgoing) -> None:
         if self.queue:
@@ -234,10 +216,10 @@ class SharedMemoryConnection:
             return self._send_end(outgoing.number, outgoing.end)
         layout, rest = outgoing.layout, outgoing.rest
         size = layout.size + len(rest)
-        if size <= INLINE and self._has_room(size):
-            self._packet.write(START, layout, outgoing.tensors, rest)
+        if size <= packet.INLINE and self._has_room(size):
+            self._packet.write(packet.START, layout, outgoing.tensors, rest)
             outgoing.write_header(self._packet.bytes, size)
-            return self._send(START + size)
+            return self._send(packet.START + size)
         if size > self.limit and not self.keeps_larger:
             return self._send_alone(outgoing, size)
         start = self._allocate(aligned(size))
@@ -276,19 +258,19 @@ class SharedMemoryConnection:
             if size > self.limit and not self.keeps_larger:
                 raise
             return False
-        outgoing.write_header(self._packet.bytes, size, end=aligned(size), ring=ALONE)
+        outgoing.write_header(self._packet.bytes, size, end=aligned(size), ring=packet.ALONE)
         try:
             return self._send_with(file.fd)
         finally:
             file.close()
 
     def _send_end(self, peer: int, end: socket.socket) -> bool:
-        write_header(self._packet.bytes, END, layout=peer)
+        packet.write_header(self._packet.bytes, packet.END, layout=peer)
         if sent := self._send_with(end.fileno()):
             end.close()
         return sent
 
-    def _send(self, size: int = START) -> bool:
+    def _send(self, size: int = packet.START) -> bool:
         """Send the packet; False if the socket is full."""
         try:
             self.socket.send(self._packet.bytes[:size])
@@ -302,7 +284,7 @@ class SharedMemoryConnection:
     def _send_with(self, fd: int) -> bool:
         """Send the packet and a file descriptor; False if the socket is full, or too many descriptors are on their way."""
         try:
-            socket.send_fds(self.socket, [self._packet.bytes[:START]], [fd])
+            socket.send_fds(self.socket, [self._packet.bytes[: packet.START]], [fd])
         except BlockingIOError:
             self.socket_full = True
             return False
@@ -346,7 +328,7 @@ class SharedMemoryConnection:
                 raise
             self.limit = before
             return None
-        write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
+        packet.write_header(self._packet.bytes, packet.RING, size=made, ring=self._rings_made + 1)
         try:
             if not self._send_with(fd) or self.ended:
                 return None
@@ -361,7 +343,7 @@ class SharedMemoryConnection:
         ring = self._ring
         if ring is None or self.socket_full or ring.asked == ring.head:
             return
-        write_header(self._packet.bytes, ASK, asks=1, end=ring.head)
+        packet.write_header(self._packet.bytes, packet.ASK, asks=1, end=ring.head)
         if self._send():
             ring.asked = ring.head
 
@@ -388,18 +370,20 @@ class SharedMemoryConnection:
             return True  # raised once; packets that were sent before can still be read, then comes the end
         if not received:
             raise ConnectionError("closed")
-        kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
-        wanted = kind == VALUE and step >= self.receiver.first_step
+        kind, asks, layout, rest, step, value, microbatch, size, end, ring = packet.HEADER.unpack_from(
+            self._arrival.bytes
+        )
+        wanted = kind == packet.VALUE and step >= self.receiver.first_step
         if wanted and not end:  # it is inside the packet
             self.receiver.put((step, value, microbatch), self._layouts.read(layout, rest, None))
             return True
-        taken, alone = None, self._take_alone(ancillary) if ring == ALONE else None
+        taken, alone = None, self._take_alone(ancillary) if ring == packet.ALONE else None
         find = partial(self._bytes_of, size, end, alone) if end else None  # else they are inside the packet
         if wanted:
             taken = self._layouts.read(layout, rest, find)
-        elif kind == LAYOUT:
+        elif kind == packet.LAYOUT:
             self._layouts.learn(layout, rest, find)
-        elif kind != VALUE:
+        elif kind != packet.VALUE:
             self._take_in(kind, layout, size, end, ring, ancillary)
         if isinstance(alone, MemoryFile):
             alone.close()
@@ -413,17 +397,17 @@ class SharedMemoryConnection:
         self, kind: int, peer: int, size: int, end: int, ring: int, ancillary: list[tuple[int, int, bytes]]
     ) -> None:
         """Take in a packet that brings neither a value nor a layout."""
-        if kind == RING:
+        if kind == packet.RING:
             self._take_ring(ancillary, size, ring)
-        elif kind == FREED:
+        elif kind == packet.FREED:
             self._freed(end, ring)
-        elif kind == END and self.take_end is not None:
+        elif kind == packet.END and self.take_end is not None:
             self.take_end(peer, descriptor_beside(ancillary))
-        elif kind == REFUSED and ring == self._rings_made:
+        elif kind == packet.REFUSED and ring == self._rings_made:
             self._ring = self._out = None
             self._sent_layouts.by_signature.clear()  # layouts may have been in what was refused
 
-    def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Source, int]:
+    def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[packet.Source, int]:
         if alone is not None:
             if isinstance(alone, OSError):
                 raise alone
@@ -453,7 +437,8 @@ class SharedMemoryConnection:
         self._answer(0)
 
     def _answer(self, end: int) -> None:
-        write_header(self._packet.bytes, REFUSED if self._refused else FREED, end=end, ring=self._rings_received)
+        kind = packet.REFUSED if self._refused else packet.FREED
+        packet.write_header(self._packet.bytes, kind, end=end, ring=self._rings_received)
         self._unanswered = None if self._send() else end
 
     def _freed(self, end: int, ring: int) -> None:

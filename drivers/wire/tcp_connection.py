@@ -17,18 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pippy.drivers.wire import packet
 from pippy.drivers.wire.memory import CopiedBytes, Memory, private_memory
-from pippy.drivers.wire.packet import (
-    HEADER,
-    LAYOUT,
-    NO_KEY,
-    START,
-    VALUE,
-    KnownLayout,
-    ReceivedLayouts,
-    SentLayouts,
-    write_header,
-)
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.value_layout import NO_LAYOUT, Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
@@ -68,14 +58,14 @@ class TcpConnection:
         self.ended = self._closed = False
         self._failure = ""  # of a send, which says more than the end that the reader sees then
         # to send
-        self._packet = private_memory(START + _SMALL)
-        self._sent_layouts = SentLayouts(self._packet)
+        self._packet = private_memory(packet.START + _SMALL)
+        self._sent_layouts = packet.SentLayouts(self._packet)
         self._unsent: deque[memoryview] = deque()  # the first is being sent
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         # to receive
-        self._header, self._stream = memoryview(bytearray(START)), _Stream(end)
-        self._layouts = ReceivedLayouts()
+        self._header, self._stream = memoryview(bytearray(packet.START)), _Stream(end)
+        self._layouts = packet.ReceivedLayouts()
         self._reader = threading.Thread(target=self._read_all, name="pippy values in", daemon=True)
         self._reader.start()
 
@@ -84,7 +74,7 @@ class TcpConnection:
         parts = take_apart(value)
         known = self._sent_layouts.by_signature.get(parts.signature) or self._introduce(value, parts)
         rest = rest_to_bytes(parts.rest) if parts.rest else b""
-        self._send(VALUE, known.number, key, known.layout, parts.tensors, rest)
+        self._send(packet.VALUE, known.number, key, known.layout, parts.tensors, rest)
         return known.layout.payload
 
     def close(self) -> None:
@@ -97,10 +87,10 @@ class TcpConnection:
 
     # -- sending
 
-    def _introduce(self, value: Any, parts: Parts) -> KnownLayout:
+    def _introduce(self, value: Any, parts: Parts) -> packet.KnownLayout:
         """Send a new layout."""
         known = self._sent_layouts.add(parts.signature, layout_of(value))
-        self._send(LAYOUT, known.number, NO_KEY, NO_LAYOUT, [], pickle_to_bytes(known.layout))
+        self._send(packet.LAYOUT, known.number, packet.NO_KEY, NO_LAYOUT, [], pickle_to_bytes(known.layout))
         return known
 
     def _send(
@@ -109,14 +99,14 @@ class TcpConnection:
         if self.ended:
             return
         size = layout.size + len(rest)
-        packet = self._packet if size <= _SMALL and not self._unsent else _memory(START + aligned(size))
-        packet.write(START, layout, tensors, rest)
-        write_header(packet.bytes, kind, 0, number, len(rest), key, size)
-        left = packet.bytes[: START + aligned(size)]
+        memory = self._packet if size <= _SMALL and not self._unsent else _memory(packet.START + aligned(size))
+        memory.write(packet.START, layout, tensors, rest)
+        packet.write_header(memory.bytes, kind, 0, number, len(rest), key, size)
+        left = memory.bytes[: packet.START + aligned(size)]
         if not self._unsent:
             left = left[self._sent_now(left) :]
         if left and not self.ended:
-            self._leave_to_writer(memoryview(bytes(left)) if packet is self._packet else left)
+            self._leave_to_writer(left)  # until that is sent, other values have memory of their own
 
     def _sent_now(self, data: memoryview) -> int:
         """Send what the socket has room for. Returns how many bytes that were."""
@@ -178,13 +168,13 @@ class TcpConnection:
 
     def _read_packet(self) -> None:
         self._stream.read_into(self._header)
-        kind, _, number, rest, step, value, microbatch, size, *_ = HEADER.unpack_from(self._header)
+        kind, _, number, rest, step, value, microbatch, size, *_ = packet.HEADER.unpack_from(self._header)
         body = _Body(self._stream, aligned(size))
-        if kind == LAYOUT:
+        if kind == packet.LAYOUT:
             self._layouts.learn(number, rest, lambda: (body, 0))
-        taken = self._layouts.read(number, rest, lambda: (body, 0)) if kind == VALUE else None
+        taken = self._layouts.read(number, rest, lambda: (body, 0)) if kind == packet.VALUE else None
         body.skip_to(body.size)
-        if kind == VALUE:
+        if kind == packet.VALUE:
             self.received.deliver((step, value, microbatch), taken)
 
 

@@ -121,7 +121,7 @@ class WorkerTransport(Transport):
     def wait_for(self, fd: int) -> None:
         self._epoll.register(fd, select.EPOLLIN)
         try:
-            while not self._wait(fd):
+            while self._serve(-1, fd) != fd:
                 pass
         finally:
             self._epoll.unregister(fd)
@@ -233,10 +233,6 @@ class WorkerTransport(Transport):
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)
-
-    def _wait(self, fd: int = -1) -> bool:
-        """Sleep until something happens, and serve it. True if ``fd`` is readable."""
-        return self._serve(-1, fd) == fd
 
     def _serve(self, timeout: float, wanted: int = -1) -> int | None:
         """Serve all readable sockets. Returns ``wanted`` if it is readable, else -2 if another one was, else None."""

@@ -11,54 +11,13 @@ import torch
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.compare.tolerance import wide_tensors
 from pippy.drivers.plan.language.instructions import Instruction
+from pippy.drivers.protocol import programs, state, steps
 from pippy.drivers.protocol.commands import Command
 from pippy.drivers.protocol.compile_options import CompileOptions
-from pippy.drivers.protocol.programs import (
-    AddDataset,
-    AddGeneration,
-    AddGraph,
-    AddProgram,
-    AskCompiled,
-    Generate,
-    Generated,
-    Load,
-)
-from pippy.drivers.protocol.state import (
-    ChangeGradients,
-    FetchGradients,
-    GiveState,
-    HoldState,
-    Initialize,
-    KeepState,
-    MakeOptimizer,
-    OptimizerStep,
-    ReadState,
-    RestoreState,
-    TakeKept,
-    TakeState,
-    TensorLocation,
-    WorkerState,
-    WriteState,
-    same_bytes,
-    unreadable,
-)
-from pippy.drivers.protocol.steps import (
-    AskTime,
-    GraphStep,
-    RunTrial,
-    StageFlags,
-    StartProfile,
-    Step,
-    StepResult,
-    StepReturning,
-    StopProfile,
-    TrialResult,
-)
-from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import Pickled, unpickle
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.data import DatasetReader, shared_generators
-from pippy.drivers.worker.executor import BoundProgram, ExchangeRun, Executor, Passed
+from pippy.drivers.worker.executor import BoundProgram, ExchangeRun, Executor, Passed, Running
 from pippy.drivers.worker.generating import GenerateCall, Generation
 from pippy.drivers.worker.gradients.buffers import ReplicaBuffers, StepBuffers
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums, ParameterShares
@@ -75,6 +34,7 @@ from pippy.drivers.worker.state.initialization import initialize
 from pippy.drivers.worker.state.stores import CopiesOfPoints, Disk, NeighbourCopies, Snapshots
 from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials, normalizes_by_batches
+from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.run.batch_norm import StepStatistics
 from pippy.ir.run.in_place import get_tensor
@@ -94,23 +54,20 @@ class DriverState:
 
     def __init__(
         self,
-        load: Load,
-        index: int,
-        transport: Transport,
-        device: torch.device,
-        given_up: Callable[[], bool] = lambda: False,
-        copies: DeviceCopies | None = None,
-        shares_process: bool = False,
+        load: programs.Load,
+        context: WorkerContext,
+        given_up: Callable[[], bool],
         kept: CopiesOfPoints | None = None,
     ) -> None:
-        self.given_up, self.index, self.shares_process = given_up, index, shares_process
-        self.transport, self.device, self.constant = transport, device, load.constant
-        self.copies, self.place = copies, StepDevice(device, copies)
-        self.modules = made_stages(load.modules, unreadable, device)
+        self.given_up, self.index, self.shares_process = given_up, context.index, context.shares_process
+        self.transport, self.copies, self.constant = context.transport, context.copies, load.constant
+        self.device = device = torch.device(context.device or "cpu")
+        self.place = StepDevice(device, context.copies)
+        self.modules = made_stages(load.modules, state.unreadable, device)
         self.model_graphs = ModelGraphs(self.modules, load.constant, device)
         self.graphs = None if load.compile is None else _graphs(unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
-        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
+        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, self.index, self.tensor))
         self.statistics = StepStatistics.of(self.modules, self.constant)
         self.buffers = ReplicaBuffers(self.modules) if load.replicas else None
         self.programs: dict[int, Executor] = {}
@@ -119,47 +76,47 @@ class DriverState:
         self.settings: dict[str, Pickled] = {}  # attributes of modules that were set, by stage
         self.buckets = load.buckets
         self.shares: dict[int, tuple[Sequence[Instruction], ParameterShares]] = {}  # of divided optimizers
-        self.running: Executor | ExchangeRun | None = None
+        self.running: Running | None = None
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
         self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
         self.disk = Disk(self.snapshots, given_up)
-        self.datasets = DatasetReader(self.modules, given_up, shares_process)
-        exchange = partial(self._exchange, transport.on_host)
-        self.neighbours = NeighbourCopies(index, self.snapshots, exchange, kept)
+        self.datasets = DatasetReader(self.modules, given_up, self.shares_process)
+        exchange = partial(self._exchange, self.transport.on_host)
+        self.neighbours = NeighbourCopies(self.index, self.snapshots, exchange, kept)
         self.step_buffers = StepBuffers(self.model_graphs.modules)
-        hold = partial(self.snapshots.hold, random=not shares_process)
+        hold = partial(self.snapshots.hold, random=not self.shares_process)
         self.trials = Trials(self.modules, self.step_buffers, self.gradients.of_last_step, hold)
         self.profiler = WorkerProfiler(device)
         self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.unsure: dict[int, Callable[[], None]] = {}  # what puts back what steps have changed that may fail a guard
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
-            AddProgram: self._add_program,
-            AddGraph: self._add_graph,
-            AddDataset: lambda body, number: self.datasets.add(body),
-            Step: self._step,
-            StepReturning: self._step,
-            RunTrial: self._try_out,
-            GiveState: self._give_state,
-            RestoreState: self._restore_state,
-            Initialize: self._initialize,
-            FetchGradients: self._fetch_gradients,
-            ChangeGradients: self._change_gradients,
-            MakeOptimizer: self._make_optimizer,
-            OptimizerStep: self._optimizer_step,
-            WriteState: lambda body, number: self.disk.put(body),
-            ReadState: lambda body, number: self.disk.get(body),
-            TakeState: lambda body, number: self.disk.take(body),
-            KeepState: self.neighbours.put,
-            TakeKept: self.neighbours.get,
-            HoldState: self._hold_state,
-            AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
-            AddGeneration: self._add_generation,
-            Generate: self._generate,
-            StartProfile: self.profiler.start,
-            AskTime: self.profiler.time,
-            StopProfile: self.profiler.stop,
+            programs.AddProgram: self._add_program,
+            programs.AddGraph: self._add_graph,
+            programs.AddDataset: lambda body, number: self.datasets.add(body),
+            steps.Step: self._step,
+            steps.StepReturning: self._step,
+            steps.RunTrial: self._try_out,
+            state.GiveState: self._give_state,
+            state.RestoreState: self._restore_state,
+            state.Initialize: self._initialize,
+            state.FetchGradients: self._fetch_gradients,
+            state.ChangeGradients: self._change_gradients,
+            state.MakeOptimizer: self._make_optimizer,
+            state.OptimizerStep: self._optimizer_step,
+            state.WriteState: lambda body, number: self.disk.put(body),
+            state.ReadState: lambda body, number: self.disk.get(body),
+            state.TakeState: lambda body, number: self.disk.take(body),
+            state.KeepState: self.neighbours.put,
+            state.TakeKept: self.neighbours.get,
+            state.HoldState: self._hold_state,
+            programs.AskCompiled: lambda body, number: {} if self.graphs is None else self.graphs.said(self.modules),
+            programs.AddGeneration: self._add_generation,
+            programs.Generate: self._generate,
+            steps.StartProfile: self.profiler.start,
+            steps.AskTime: self.profiler.time,
+            steps.StopProfile: self.profiler.stop,
         }
 
     def obey(self, command: Command) -> Any:
@@ -193,18 +150,18 @@ class DriverState:
         shares = [self.shares[number][1] for number in optimizers if number in self.shares]
         return {key for each in own for key in each.parameters} | {key for each in shares for key in each.copies}
 
-    def tensor(self, place: TensorLocation) -> torch.Tensor:
+    def tensor(self, place: state.TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
         return get_tensor(self.modules[place.call], place.name)
 
-    def _places(self, keys: Container[int]) -> Iterator[TensorLocation]:
+    def _places(self, keys: Container[int]) -> Iterator[state.TensorLocation]:
         """Where the parameters with these ids are."""
         for call, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 if id(parameter) in keys:
-                    yield TensorLocation(call, name)
+                    yield state.TensorLocation(call, name)
 
-    def _add_program(self, program: AddProgram, number: int) -> None:
+    def _add_program(self, program: programs.AddProgram, number: int) -> None:
         modules, constant = self.model_graphs.modules[program.graph], self.model_graphs.constant[program.graph]
         bound = BoundProgram(program, modules, constant, self.device, self.step_buffers, self.graphs)
         given, limits = (bound, self.transport, self.device, self.copies), program.out_of_order
@@ -212,11 +169,11 @@ class DriverState:
         if bound.sums and (self.sums is None or len(program.ranks) >= len(self.sums.program.ranks)):
             self.sums = made  # a trial has one replica of the pipeline only
 
-    def _add_graph(self, add: AddGraph, number: int) -> None:
+    def _add_graph(self, add: programs.AddGraph, number: int) -> None:
         self.model_graphs.add(add)
         self.step_buffers.find()
 
-    def _step(self, step: Step, number: int) -> StepResult:
+    def _step(self, step: steps.Step, number: int) -> steps.StepResult:
         if not step.record:
             return self._run_step(self._loaded(step), number)
         recorder, *others = [self.programs[each.program].recorder for each in step.parts]
@@ -228,24 +185,24 @@ class DriverState:
             then = [replace(part, record=each.record()) for part, each in zip(result.then, others)]
             return replace(result, record=recorder.record(), then=tuple(then))
 
-    def _loaded(self, step: Step) -> Step:
+    def _loaded(self, step: steps.Step) -> steps.Step:
         """The step with the inputs that this worker loads, and with what is known by them."""
         if not step.inputs.loads:
             return step
         inputs, weights = self.datasets.load(step.inputs, step.trains, step.weighed)
         return replace(step, inputs=inputs, weights=weights or step.weights)
 
-    def _held(self, step: Step) -> list[torch.Tensor]:
+    def _held(self, step: steps.Step) -> list[torch.Tensor]:
         """All tensors that are there when a step begins."""
         modules = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
         states = [each.held() for each in self.optimizers.values()]
         inputs = [step.inputs.whole(name) for name in step.inputs.arguments]
         return list(tensors([modules, self.gradients.held(), states, inputs]))
 
-    def _set_flags(self, flags: Mapping[str, StageFlags]) -> None:
+    def _set_flags(self, flags: Mapping[str, steps.StageFlags]) -> None:
         self.model_graphs.set_flags(0, flags)
         for call, its in flags.items():
-            if its.settings is not None and not same_bytes(its.settings.values, self.settings.get(call, _NONE)):
+            if its.settings is not None and not state.same_bytes(its.settings.values, self.settings.get(call, _NONE)):
                 self._set_attributes(call, its.settings.values)
 
     def _set_attributes(self, call: str, values: Pickled) -> None:
@@ -256,12 +213,12 @@ class DriverState:
         if self.graphs is not None:
             self.graphs.forget(call)
 
-    def _try_out(self, trial: RunTrial, number: int) -> TrialResult:
+    def _try_out(self, trial: steps.RunTrial, number: int) -> steps.TrialResult:
         self._set_flags(trial.step.flags or {})  # they stay, and what the trial changes does not
         step = self._loaded(trial.step)
         return self.trials.try_out(replace(trial, step=step), lambda: self._run_step(step, number, trial))
 
-    def _run_step(self, step: Step, number: int, trial: RunTrial | None = None) -> StepResult:
+    def _run_step(self, step: steps.Step, number: int, trial: steps.RunTrial | None = None) -> steps.StepResult:
         self._set_flags(step.flags or {})
         for graph, flags in step.graph_flags.items():
             self.model_graphs.set_flags(graph, flags)
@@ -312,7 +269,7 @@ class DriverState:
             nonfinite=tuple(self._places(nonfinite)) if nonfinite else (),
         )
 
-    def _run_others(self, step: Step, number: int, adding: AddingUp | None) -> Iterator[StepResult]:
+    def _run_others(self, step: steps.Step, number: int, adding: AddingUp | None) -> Iterator[steps.StepResult]:
         """Run the micro-batches of a step that go by other graphs, one graph after the other."""
         earlier = len(step.inputs.held)
         for part in step.then:
@@ -322,9 +279,9 @@ class DriverState:
             yield executor.run(context, [executor.recorder] if step.record else ())
             earlier += len(part.inputs.held)
 
-    def _context(self, step: Step, number: int, part: GraphStep | None = None) -> StepContext:
+    def _context(self, step: steps.Step, number: int, part: steps.GraphStep | None = None) -> StepContext:
         """The context of a step, or of another ``part`` of it."""
-        own: Step | GraphStep = step if part is None else part
+        own: steps.Step | steps.GraphStep = step if part is None else part
         return StepContext(
             number,
             {name: own.inputs.microbatches(name) for name in own.inputs.arguments},
@@ -334,25 +291,26 @@ class DriverState:
             self.place,
             self.statistics,
             self.given_up,
-            returns=own.returns if isinstance(own, StepReturning | GraphStep) else None,
+            returns=own.returns if isinstance(own, steps.StepReturning | steps.GraphStep) else None,
             random=step.random,
         )
 
-    def _random(self, executor: Executor, step: Step) -> AbstractContextManager[None]:
+    def _random(self, executor: Executor, step: steps.Step) -> AbstractContextManager[None]:
         """A context in which the stages may seed the generators of this process."""
         if not self.shares_process or step.random is None or executor.draws is Draws.NOTHING:
             return nullcontext()
         return shared_generators.borrowed([self.device] if self.device.type == "cuda" else [], executor.draws)
 
-    def _give_state(self, body: GiveState, number: int) -> WorkerState:
+    def _give_state(self, body: state.GiveState, number: int) -> state.WorkerState:
         return cast(
-            WorkerState, map_tensors(torch.Tensor.cpu, self.snapshots.snapshot(body.tensors, body.optimizers, False))
+            state.WorkerState,
+            map_tensors(torch.Tensor.cpu, self.snapshots.snapshot(body.tensors, body.optimizers, False)),
         )
 
-    def _restore_state(self, body: RestoreState, number: int) -> None:
+    def _restore_state(self, body: state.RestoreState, number: int) -> None:
         self.snapshots.restore(body.state)
 
-    def _initialize(self, body: Initialize, number: int) -> list[str]:
+    def _initialize(self, body: state.Initialize, number: int) -> list[str]:
         copies = {name: [self.tensor(place) for place in places] for name, places in body.tensors.items()}
         own = {name: first for name, (first, *_) in copies.items()}
         model, function = unpickle(body.model, lambda each: own[each] if isinstance(each, str) else each.made())
@@ -365,7 +323,7 @@ class DriverState:
             optimizer.parameters_changed = True
         return unwritten
 
-    def _fetch_gradients(self, fetch: FetchGradients, number: int) -> list[torch.Tensor | None]:
+    def _fetch_gradients(self, fetch: state.FetchGradients, number: int) -> list[torch.Tensor | None]:
         if fetch.reduce:
             self._add_up(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in fetch.locations]
@@ -373,7 +331,7 @@ class DriverState:
             found = [None if each is None else norm(each, fetch.norm_type) for each in found]
         return [None if each is None else each.detach().cpu() for each in found]
 
-    def _change_gradients(self, change: ChangeGradients, number: int) -> None:
+    def _change_gradients(self, change: state.ChangeGradients, number: int) -> None:
         if change.reduce:
             self._add_up(number)
         self.gradients.change(number, change.factor, change.limit)
@@ -389,11 +347,11 @@ class DriverState:
 
     def _exchange(self, transport: Transport, order: Sequence[Instruction], number: int, passed: Passed) -> None:
         """Do what instructions outside of a step say."""
-        self.running = ExchangeRun(order, transport)
-        self.running.run(number, passed)
+        self.running = run = ExchangeRun(order, transport)
+        run.run(number, passed)
         self.running = None
 
-    def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
+    def _make_optimizer(self, make: state.MakeOptimizer, number: int) -> None:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
         if any(group["params"] for group in groups):
             made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
@@ -406,7 +364,7 @@ class DriverState:
             self.shares[make.optimizer] = make.passes_on, shares
         (sums.divided if divided else sums.undivided).update(make.names)
 
-    def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
+    def _optimizer_step(self, step: state.OptimizerStep, number: int) -> None:
         if step.reduce:
             self._add_up(number)
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
@@ -419,20 +377,20 @@ class DriverState:
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 
-    def _hold_state(self, body: HoldState, number: int) -> None:
+    def _hold_state(self, body: state.HoldState, number: int) -> None:
         if not body.put_back:
             self.put_back = self.snapshots.hold()
         elif self.put_back is not None:
             self.put_back()
             self.put_back = None
 
-    def _add_generation(self, add: AddGeneration, number: int) -> None:
+    def _add_generation(self, add: programs.AddGeneration, number: int) -> None:
         if add.modules is not None:
             self.generation = Generation(add.modules, self.transport, self.place, self.tensor)
         assert self.generation is not None
         self.generation.add(add)
 
-    def _generate(self, generate: Generate, number: int) -> Generated | None:
+    def _generate(self, generate: programs.Generate, number: int) -> programs.Generated | None:
         assert self.generation is not None
         with closing(GenerateCall(self.generation, number, generate, self.given_up)) as call:
             for self.running, step in call.runs():

@@ -90,14 +90,14 @@ class BoundProgram:
                 modules[name],
                 call.template,
                 constant.get(name, ()),
-                call.seen,
-                buffers,
-                own,
-                name in with_backward,
-                halves,
-                RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
-                self._outside(stages[name], name) if name in repeated else (),
-                graphs.of(name, modules[name], call.template, program.graph) if graphs else None,
+                seen=call.seen,
+                buffers=buffers,
+                own=own,
+                backward=name in with_backward,
+                halves=halves,
+                repeated=RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
+                outside=self._outside(stages[name], name) if name in repeated else (),
+                graphs=graphs.of(name, modules[name], call.template, program.graph) if graphs else None,
             )
             for name, call in program.calls.items()
         }
@@ -133,43 +133,27 @@ class BoundProgram:
                 found.update({(name, each.microbatch): each.stage for name in inputs})
         return found
 
+    def rank(self, worker: int) -> int:
+        """The worker of the cluster for one of the program."""
+        return self.program.ranks[worker]
+
     def send(self, send: Send) -> BoundCall:
-        to, number = self.program.ranks[send.to], self.program.value_numbers[send.value]
-        return handlers.send, (own_value(send), to, number, len(self.program.share) * (send.value in self.chosen))
+        number, ahead = self.program.value_numbers[send.value], len(self.program.share) * (send.value in self.chosen)
+        return handlers.send, (own_value(send), self.rank(send.to), number, ahead)
 
     def receive(self, receive: Receive) -> BoundCall:
-        number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
-        return handlers.receive, (own_value(receive), rank, number)
-
-    def free(self, free: Free) -> BoundCall:
-        return handlers.free, (own_value(free),)
-
-    def add(self, add: Add) -> BoundCall:
-        return handlers.add, (own_value(add), sum_value(add))
-
-    def send_gradients(self, send: SendExchanged) -> BoundCall:
-        return handlers.send_gradients, (send.of, self.program.ranks[send.to])
+        return handlers.receive, (
+            own_value(receive),
+            self.rank(receive.source),
+            self.program.value_numbers[receive.value],
+        )
 
     def receive_gradients(self, receive: ReceiveExchanged) -> BoundCall:
-        source, whole = self.program.ranks[receive.source], self.at > self.computes_until
-        return handlers.receive_gradients, (receive.of, source, whole)
+        return handlers.receive_gradients, (receive.of, self.rank(receive.source), self.at > self.computes_until)
 
-    def reduce(self, each: Reduce) -> BoundCall:
-        return handlers.add_up, (each.of,)
-
-    def send_sum(self, send: SendExchanged) -> BoundCall:
-        return handlers.send_sum, (send.of, self.program.ranks[send.to])
-
-    def receive_sum(self, receive: ReceiveExchanged) -> BoundCall:
-        return handlers.receive_sum, (receive.of, self.program.ranks[receive.source])
-
-    def send_notes(self, send: SendExchanged) -> BoundCall:
-        key = self.program.value_numbers[NOTES], self.program.worker
-        return handlers.send_notes, (self.program.ranks[send.to], key)
-
-    def receive_notes(self, receive: ReceiveExchanged) -> BoundCall:
-        key = self.program.value_numbers[NOTES], receive.source
-        return handlers.receive_notes, (self.program.ranks[receive.source], key)
+    def notes_of(self, worker: int) -> tuple[int, int]:
+        """The key of the notes of a worker."""
+        return self.program.value_numbers[NOTES], worker
 
     def forward(self, compute: Compute) -> BoundCall:
         stage, microbatch = compute.stage, compute.microbatch
@@ -241,15 +225,21 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], BoundCall]] = {
     Op.CHOOSE: BoundProgram.choose,
     Send: BoundProgram.send,
     Receive: BoundProgram.receive,
-    Free: BoundProgram.free,
-    Add: BoundProgram.add,
-    (SendExchanged, Payload.GRADIENTS): BoundProgram.send_gradients,
+    Free: lambda bound, free: (handlers.free, (own_value(free),)),
+    Add: lambda bound, add: (handlers.add, (own_value(add), sum_value(add))),
+    Reduce: lambda bound, each: (handlers.add_up, (each.of,)),
+    (SendExchanged, Payload.GRADIENTS): lambda bound, it: (handlers.send_gradients, (it.of, bound.rank(it.to))),
     (ReceiveExchanged, Payload.GRADIENTS): BoundProgram.receive_gradients,
-    Reduce: BoundProgram.reduce,
-    (SendExchanged, Payload.SUM): BoundProgram.send_sum,
-    (ReceiveExchanged, Payload.SUM): BoundProgram.receive_sum,
-    (SendExchanged, Payload.NOTES): BoundProgram.send_notes,
-    (ReceiveExchanged, Payload.NOTES): BoundProgram.receive_notes,
+    (SendExchanged, Payload.SUM): lambda bound, it: (handlers.send_sum, (it.of, bound.rank(it.to))),
+    (ReceiveExchanged, Payload.SUM): lambda bound, it: (handlers.receive_sum, (it.of, bound.rank(it.source))),
+    (SendExchanged, Payload.NOTES): lambda bound, it: (
+        handlers.send_notes,
+        (bound.rank(it.to), bound.notes_of(bound.program.worker)),
+    ),
+    (ReceiveExchanged, Payload.NOTES): lambda bound, it: (
+        handlers.receive_notes,
+        (bound.rank(it.source), bound.notes_of(it.source)),
+    ),
 }
 
 
@@ -269,17 +259,33 @@ class Watcher(Protocol):
         """The instructions, changed so that this sees them."""
 
 
-class Executor:
-    """One program on one worker. ``at`` is the number of the instruction that runs now, and ``run_of`` names the run. The step
-    has had so many ``earlier`` micro-batches, of other programs."""
+class Running:
+    """Instructions of one worker. ``at`` is the number of the one that runs now. ``ranks`` has the workers of the cluster."""
+
+    def __init__(self, order: Sequence[Instruction], transport: Transport, ranks: Sequence[int] | None = None) -> None:
+        self.order, self.transport, self.ranks, self.at = order, transport, ranks, 0
+
+    def current(self) -> Instruction:
+        """The instruction that runs now."""
+        return self.order[self.at]
+
+    def source(self) -> int | None:
+        """The worker of the cluster that the instruction takes a value from."""
+        if (source := self.current().kind.receives_from) is None:
+            return None
+        worker: int = source(self.current())
+        return worker if self.ranks is None else self.ranks[worker]
+
+
+class Executor(Running):
+    """One program on one worker. ``run_of`` names the run. The step had ``earlier`` micro-batches, of other programs."""
 
     def __init__(
         self, bound: BoundProgram, transport: Transport, device: torch.device, copies: DeviceCopies | None = None
     ) -> None:
+        super().__init__(bound.program.order, transport, bound.program.ranks)
         self.bound, self.program, self.code, self.draws = bound, bound.program, bound.code, bound.draws
-        self.order = bound.program.order
-        self.transport, self.device, self.copies = transport, device, copies
-        self.at, self.run_of, self.earlier = 0, "", 0
+        self.device, self.copies, self.run_of, self.earlier = device, copies, "", 0
 
     def run(self, step: StepContext, watchers: Iterable[Watcher] = ()) -> StepResult:
         """Run all instructions once, or until the step is given up. Each of the ``watchers`` sees them."""
@@ -335,15 +341,6 @@ class Executor:
         """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.program.ranks, self.transport, self.device, self.copies)
 
-    def current(self) -> Instruction:
-        """The instruction that runs now."""
-        return self.order[self.at]
-
-    def source(self) -> int | None:
-        """The worker of the cluster that the instruction takes a value from."""
-        source = self.current().kind.receives_from
-        return None if source is None else self.program.ranks[source(self.current())]
-
 
 def _packed(values: list[Any]) -> Any:
     """Numbers as one tensor. A message with one tensor for each of many micro-batches would be slow."""
@@ -365,12 +362,8 @@ class Passed(Protocol):
         """Take what another worker has sent."""
 
 
-class ExchangeRun:
-    """A worker's instructions of one exchange. ``at`` is the number of the one that runs now."""
-
-    def __init__(self, order: Sequence[Instruction], transport: Transport) -> None:
-        self.order, self.transport = order, transport
-        self.at = 0
+class ExchangeRun(Running):
+    """A worker's instructions of one exchange."""
 
     def run(self, command: int, passed: Passed) -> None:
         """Run all instructions, in the command with this number."""
@@ -383,12 +376,3 @@ class ExchangeRun:
                 elif source := each.kind.receives_from:
                     for number in passed.awaited(each):
                         passed.take(number, self.transport.receive((command, number, 0), source(each)))
-
-    def current(self) -> Instruction:
-        """The instruction that runs now."""
-        return self.order[self.at]
-
-    def source(self) -> int | None:
-        """The worker that the instruction takes a value from."""
-        source = self.current().kind.receives_from
-        return None if source is None else source(self.current())

@@ -30,16 +30,8 @@ from pippy.drivers.worker.gradients.buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
+from pippy.ir.run import in_place
 from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before, said
-from pippy.ir.run.in_place import (
-    NamedInputs,
-    Snapshot,
-    apart_from,
-    check_inputs,
-    check_unchanged,
-    input_versions,
-    memory_of_layers,
-)
 from pippy.ir.run.key_value_cache import MadeForLater, SliceCache, roots
 from pippy.ir.run.may_draw import Draws, drawn_as_whole, seed_whole
 from pippy.ir.run.stage_backward import edges_of, stage_backward
@@ -57,7 +49,7 @@ class Kept:
     """What is kept of a first run: its inputs, and what it changed, as that was before."""
 
     inputs: tuple[Any, ...]
-    tensors: Snapshot[int]
+    tensors: in_place.Snapshot[int]
     changes: Sequence[Change]
     drew: RandomNumbersThen | None
     outputs: list[torch.Tensor] | None  # to compare with, in the first run of all
@@ -90,9 +82,11 @@ class RepeatedForward:
         known = self.known if self.known is not None and self.known.flags == flags else None
         own = tuple(map_leaves(lambda leaf: leaf, value) if is_own else None for value, is_own in zip(inputs, outside))
         tensors_given = dict(enumerate(tensors(own)))
-        given = Snapshot(tensors_given, [each for each in tensors_given if known is None or each in known.inputs])
+        given = in_place.Snapshot(
+            tensors_given, [each for each in tensors_given if known is None or each in known.inputs]
+        )
         before = Before(self.modules, None if known is None else known.tensors)
-        random, weights = self.random.now(), Snapshot(dict(enumerate(self.parameters)))
+        random, weights = self.random.now(), in_place.Snapshot(dict(enumerate(self.parameters)))
         with said("checkpointing"):
             outputs = run(inputs)
         changes, written, complete = before.changes()
@@ -107,7 +101,7 @@ class RepeatedForward:
         inputs = tuple(map_tensors(lambda _: _as_given(given, changed, next(numbers)), value) for value in own)
         compared = [each.detach().clone() for each in tensors(outputs)] if first_of_all else None
         drew = None if random.is_now() else random
-        return outputs, Kept(inputs, Snapshot(dict(enumerate(tensors(inputs)))), changes, drew, compared)
+        return outputs, Kept(inputs, in_place.Snapshot(dict(enumerate(tensors(inputs)))), changes, drew, compared)
 
     def again(self, kept: Kept, inputs: Sequence[Any], run: RunStage) -> Any:
         """Run the stage once more, and give its outputs. ``inputs`` has those that do not come from outside."""
@@ -146,7 +140,7 @@ def cut(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor, value)
 
 
-def _as_given(given: Snapshot[int], changed: Container[int], number: int) -> torch.Tensor:
+def _as_given(given: in_place.Snapshot[int], changed: Container[int], number: int) -> torch.Tensor:
     tensor = given.tensors[number]
     return given.copies[number].requires_grad_(tensor.requires_grad) if number in changed else tensor
 
@@ -238,7 +232,7 @@ class StageCall:
     module: nn.Module
     template: Any
     constant: Sequence[str]
-    seen: NamedInputs = ()
+    seen: in_place.NamedInputs = ()
     buffers: StepBuffers | None = None
     own: frozenset[str] = frozenset()
     backward: bool = False
@@ -255,7 +249,7 @@ class StageCall:
     @cached_property
     def memory(self) -> frozenset[int]:
         """The memory that its layers may change while others still need what they have handed out."""
-        return memory_of_layers(self.module)
+        return in_place.memory_of_layers(self.module)
 
     @cached_property
     def drawn_as_whole(self) -> Draws:
@@ -311,26 +305,26 @@ class StageCall:
         self, graphs: "StageGraphs", step: int, backward: bool, inputs: Sequence[Any]
     ) -> tuple[Any, Run] | None:
         seed_whole(self.name, self.drawn_as_whole)
-        with check_unchanged(self.name, self.module, self.constant) if self.constant else nullcontext():
+        with in_place.check_unchanged(self.name, self.module, self.constant) if self.constant else nullcontext():
             made = graphs.forward(inputs, step, backward, self.halves)
         if made is None or not self.memory:
             return made
         outputs, run = made
-        return apart_from(self.memory, outputs), run
+        return in_place.apart_from(self.memory, outputs), run
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         if self.drawn_as_whole is not Draws.NOTHING:
             seed_whole(self.name, self.drawn_as_whole)
         args = inputs if self.template is None else filled(self.template, inputs)
-        before = input_versions(inputs, self.seen) if self.seen else None
+        before = in_place.input_versions(inputs, self.seen) if self.seen else None
         if self.constant:
-            with check_unchanged(self.name, self.module, self.constant):
+            with in_place.check_unchanged(self.name, self.module, self.constant):
                 outputs = run_stage(self.name, self.module, args)
         else:
             outputs = run_stage(self.name, self.module, args)
         if before is not None:
-            check_inputs(before, inputs, self.seen, self.name, self.module)
-        return apart_from(self.memory, outputs) if self.memory else outputs
+            in_place.check_inputs(before, inputs, self.seen, self.name, self.module)
+        return in_place.apart_from(self.memory, outputs) if self.memory else outputs
 
 
 class SliceCaches:

@@ -25,25 +25,13 @@ import torch
 from pippy.drivers.base.errors import DriverError, PeerLost
 from pippy.drivers.base.process_signs import show_stack_when_asked
 from pippy.drivers.plan.language.instructions import Compute, Receive
-from pippy.drivers.protocol.commands import (
-    Answer,
-    AnswerTelling,
-    AskWays,
-    Command,
-    CommandElsewhere,
-    Dump,
-    Failure,
-    GiveUp,
-    News,
-    Ping,
-    WorkerLogRecord,
-)
+from pippy.drivers.protocol import commands
 from pippy.drivers.protocol.programs import ForgetPeers, Generate, Load, Unload
 from pippy.drivers.protocol.state import AskWritten
 from pippy.drivers.protocol.steps import RunTrial, Step
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.driver_state import DriverState
-from pippy.drivers.worker.executor import ExchangeRun, Executor
+from pippy.drivers.worker.executor import Executor, Running
 from pippy.drivers.worker.measure.profiler import named
 from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.ir.base.errors import GuardError, PippyError, shows_all
@@ -73,7 +61,7 @@ class LogHandler(logging.Handler):
     def __init__(self, most: int = _MOST) -> None:
         super().__init__()
         self.most, self.dropped = most, 0
-        self._records: deque[WorkerLogRecord] = deque()
+        self._records: deque[commands.WorkerLogRecord] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(self._records) >= self.most:
@@ -86,9 +74,9 @@ class LogHandler(logging.Handler):
             return
         message = shortened(message, _LONGEST)
         place = record.pathname if hasattr(record, "pathname") else "", record.lineno, record.funcName or ""
-        self._records.append(WorkerLogRecord(record.name, record.levelno, message, record.created, *place))
+        self._records.append(commands.WorkerLogRecord(record.name, record.levelno, message, record.created, *place))
 
-    def take(self) -> tuple[WorkerLogRecord, ...]:
+    def take(self) -> tuple[commands.WorkerLogRecord, ...]:
         """The records since the last call."""
         if not self._records:
             return ()
@@ -96,7 +84,7 @@ class LogHandler(logging.Handler):
         dropped, self.dropped = self.dropped, 0
         if dropped:
             text = f"{count_with_noun(dropped, 'record')} of this worker were dropped here, as no answer took them"
-            taken.append(WorkerLogRecord(LOGGER.name, logging.WARNING, text, time.time(), __file__, 0, ""))
+            taken.append(commands.WorkerLogRecord(LOGGER.name, logging.WARNING, text, time.time(), __file__, 0, ""))
         return tuple(taken)
 
     @contextmanager
@@ -124,9 +112,9 @@ class WorkerSurroundings:
         self.set: Surroundings | None = None  # what the process was given last
 
     @contextmanager
-    def around(self, command: Command) -> Iterator[None]:
+    def around(self, command: commands.Command) -> Iterator[None]:
         """The surroundings in which a command is carried out."""
-        if isinstance(command, CommandElsewhere) and command.surroundings is not None:
+        if isinstance(command, commands.CommandElsewhere) and command.surroundings is not None:
             self.of[command.driver] = command.surroundings
         own = self.of[command.driver]
         if self.context.shares_process:
@@ -151,7 +139,7 @@ class WorkerSurroundings:
         self.of.pop(driver, None)
         self.random_states.pop(driver, None)
 
-    def _switch_to(self, command: Command) -> None:
+    def _switch_to(self, command: commands.Command) -> None:
         """Each driver has random numbers of its own, which begin where its stages are loaded."""
         if self.driver == command.driver and not isinstance(command.body, Load):
             return
@@ -185,9 +173,9 @@ class Worker:
         self.device = torch.device(context.device or "cpu")
         self.drivers: dict[int, DriverState] = {}
         self.surroundings = WorkerSurroundings(context)
-        self.to_clean_up: deque[GiveUp] = deque()  # commands that were given up; urgent messages add to it
+        self.to_clean_up: deque[commands.GiveUp] = deque()  # commands that were given up; urgent messages add to it
         self.given_up_through = -1
-        self.command: Command | None = None
+        self.command: commands.Command | None = None
         self.log = LogHandler()
 
     def run(self) -> None:
@@ -214,19 +202,19 @@ class Worker:
                 reply(answer)
             except Exception as error:  # it cannot be pickled
                 self._undo(command)
-                reply(Answer(failure=self._failure(command, error)))
+                reply(commands.Answer(failure=self._failure(command, error)))
 
-    def answer(self, command: Command) -> Answer:
+    def answer(self, command: commands.Command) -> commands.Answer:
         """Run one command. An error is part of the answer."""
         self._clean_up(command.number)
         if command.number <= self.given_up_through:
-            return Answer(failure=Failure("given up", ""))
+            return commands.Answer(failure=commands.Failure("given up", ""))
         self.command = command
         try:
             value, told = self._obey(command), self.tell()
-            return Answer(value) if told is None else AnswerTelling(value, told=told)
+            return commands.Answer(value) if told is None else commands.AnswerTelling(value, told=told)
         except Interrupted:
-            failure = Failure("given up", "")
+            failure = commands.Failure("given up", "")
         except PeerLost as error:
             failure = self._failure(command, error, peer=error.peer)
         except BaseException as error:  # a user's model or optimizer may raise anything, also sys.exit()
@@ -234,7 +222,7 @@ class Worker:
         finally:
             self.command = None
         self._undo(command)
-        return Answer(failure=failure)
+        return commands.Answer(failure=failure)
 
     def given_up(self) -> bool:
         """Whether the command that is running was given up meanwhile."""
@@ -242,25 +230,25 @@ class Worker:
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
-        if isinstance(message, GiveUp):
+        if isinstance(message, commands.GiveUp):
             self.to_clean_up.append(message)
             self.given_up_through = message.last
             self.context.transport.interrupt()
-        elif isinstance(message, Dump):
+        elif isinstance(message, commands.Dump):
             return self.dump()
-        elif isinstance(message, AskWays):
+        elif isinstance(message, commands.AskWays):
             return self.context.transport.ways()
         elif isinstance(message, AskWritten):
             state = self.drivers.get(message.driver)
-            return state.disk.ask() if state else Failure("the worker has dropped the driver", "")
-        elif isinstance(message, Ping):
+            return state.disk.ask() if state else commands.Failure("the worker has dropped the driver", "")
+        elif isinstance(message, commands.Ping):
             return self.tell()
         return None
 
-    def tell(self) -> News | None:
+    def tell(self) -> commands.News | None:
         """What an answer takes along."""
         compiling, records = self.compiling(), self.log.take()
-        return None if compiling is None and not records else News(compiling, records)
+        return None if compiling is None and not records else commands.News(compiling, records)
 
     def compiling(self) -> tuple[int, int] | None:
         """While it compiles pieces of stages: how many are done, and how many there are."""
@@ -291,7 +279,7 @@ class Worker:
         waits = f"; waits for {_awaited(running, waiting[0])}" if waiting else ""
         return f"{doing}{waits}"
 
-    def _obey(self, command: Command) -> Any:
+    def _obey(self, command: commands.Command) -> Any:
         self._drop(command.dropped)
         if isinstance(command.body, Unload):
             self._drop((command.driver,))
@@ -304,7 +292,7 @@ class Worker:
         with self.surroundings.around(command):
             return self._obey_inside(command)
 
-    def _obey_inside(self, command: Command) -> Any:
+    def _obey_inside(self, command: commands.Command) -> Any:
         body = command.body
         transport = self.context.transport
         if isinstance(body, Load):
@@ -319,16 +307,7 @@ class Worker:
         """Hold stages for a driver, in place of those that it had here. Copies of states, for recoveries, stay."""
         kept = {} if driver not in self.drivers else self.drivers[driver].neighbours.kept
         self._free([driver])
-        self.drivers[driver] = DriverState(
-            load,
-            self.context.index,
-            self.context.transport,
-            self.device,
-            self.given_up,
-            self.context.copies,
-            self.context.shares_process,
-            kept,
-        )
+        self.drivers[driver] = DriverState(load, self.context, self.given_up, kept)
         _log.debug("holds stages of driver %d", driver)
 
     def _drop(self, drivers: Sequence[int]) -> None:
@@ -362,7 +341,7 @@ class Worker:
             self.context.transport.discard_before(given_up.last + 1)
             self.context.transport.clear_interrupt()
 
-    def _undo(self, command: Command) -> None:
+    def _undo(self, command: commands.Command) -> None:
         """Drop the gradients of a command that failed, and what it has not sent."""
         self.context.transport.drop_unsent()
         state = self.drivers.get(command.driver)
@@ -370,7 +349,7 @@ class Worker:
             state.running = None
             state.drop(command.number, command.number)
 
-    def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
+    def _failure(self, command: commands.Command, error: BaseException, peer: int | None = None) -> commands.Failure:
         state = self.drivers.get(command.driver)
         running = state.running if state else None
         text = _trace(error)
@@ -380,14 +359,14 @@ class Worker:
             if running is not None:
                 adding = "adding up the gradients of replicated parameters: " * running.current().kind.adds_up
                 what += f", {adding}{running.current()}"
-            return Failure(message, text, where=what, peer=peer)
+            return commands.Failure(message, text, where=what, peer=peer)
         guard = next((str(each) for each in (error, error.__cause__) if isinstance(each, GuardError)), "")
         instruction = running.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
         microbatch = getattr(instruction, "microbatch", None)
         if microbatch is not None and isinstance(running, Executor) and not isinstance(command.body, Generate):
             microbatch += running.earlier
-        return Failure(message, text, _place(running), str(instruction), stage, microbatch, peer, guard)
+        return commands.Failure(message, text, _place(running), str(instruction), stage, microbatch, peer, guard)
 
 
 def _trace(error: BaseException) -> str:
@@ -396,12 +375,12 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(explained or error))
 
 
-def _place(running: Executor | ExchangeRun) -> str:
+def _place(running: Running) -> str:
     run = running.run_of if isinstance(running, Executor) else ""
     return f"{run}instruction {running.at + 1} of {len(running.order)}"
 
 
-def _awaited(running: Executor | ExchangeRun | None, step: int) -> str:
+def _awaited(running: Running | None, step: int) -> str:
     """What the worker waits for: of the instruction that runs, if any does."""
     if running is None or (instruction := running.current()).kind.gives is None:
         return "nothing"

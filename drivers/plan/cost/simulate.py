@@ -25,7 +25,6 @@ from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction
 from pippy.drivers.plan.language.program import Drawn, Program
 from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.drivers.plan.proofs.validate import validate
-from pippy.drivers.plan.proofs.waits import DryRun, Transfers
 
 Number = float | Fraction
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
@@ -283,14 +282,8 @@ class Simulator:
         self.free_at: dict[object, Number] = defaultdict(int)  # when each channel is, or each line of a host
         self.arrivals: dict[tuple[MicrobatchValue, int, int], Number] = {}  # of values, from a worker at another
         self.program, self.hosts = program, program.hosts
-        for worker, instruction in self.in_turn() if self.hosts else self.in_stretches():
+        for worker, instruction in self.in_turn():
             self.step(worker, instruction)
-
-    def in_stretches(self) -> Iterator[tuple[int, Instruction]]:
-        """All instructions, in an order in which they can run."""
-        for worker, first, end in DryRun(self.program, Transfers(self.program).waits()).stretches:
-            for instruction in self.program.orders[worker][first:end]:
-                yield worker, instruction
 
     def in_turn(self) -> Iterator[tuple[int, Instruction]]:
         """All instructions, always the next one of the worker whose clock is behind those of all others that need not wait."""

@@ -47,12 +47,10 @@ one_at_a_time = threading.RLock()
 class NotCompiled(StageError):
     """A piece that is not compiled, and why. It runs as a graph."""
 
-    @classmethod
-    def by(cls, error: Exception) -> "NotCompiled":
-        """A piece that an error has kept from being compiled."""
-        if isinstance(error, cls):
-            return error
-        return cls(f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 200)}")
+
+def first_line(error: Exception) -> str:
+    """The class and the first line of an error of a compiler, or of a stage that is recorded."""
+    return f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 200)}"
 
 
 class Backend(Protocol):
@@ -204,11 +202,12 @@ class PieceCompiler:
         self.backend = backend
         self.made: dict[str, Code | NotCompiled] = {}
         self.progress: tuple[int, int] | None = None
-        self._begun: tuple[float, int] | None = None  # since when it compiles, and how many it had made before
+        self._before = 0  # how many were made when it was asked for others
 
     def codes(self, pieces: Sequence[Piece]) -> list[Code | NotCompiled]:
         """The compiled codes of pieces, or why there are none. Those that other workers compile now come last."""
         found: dict[int, Code | NotCompiled] = {}
+        begin, self._before = time.monotonic(), len(self.made)
         try:
             for wait in (False, True):
                 for piece in pieces:
@@ -217,11 +216,8 @@ class PieceCompiler:
                         found[id(piece)] = code
         finally:
             self.progress = None
-        if self._begun is not None:
-            since, before = self._begun
-            self._begun = None
-            made = count_with_noun(len(self.made) - before, "piece")
-            _log.info("compiled %s of stages in %.1f s", made, time.monotonic() - since)
+        if made := len(self.made) - self._before:
+            _log.info("compiled %s of stages in %.1f s", count_with_noun(made, "piece"), time.monotonic() - begin)
         return [found[id(piece)] for piece in pieces]
 
     def _code(self, piece: Piece, wait: bool) -> Code | NotCompiled | None:
@@ -241,14 +237,13 @@ class PieceCompiler:
             return piece.module
         key = _key(piece)
         if key not in self.made:
-            if self._begun is None:
-                self._begun = time.monotonic(), len(self.made)
+            if len(self.made) == self._before:
                 _log.info("compiles pieces of stages")
             try:
                 with one_at_a_time:
                     code = self.backend.compile(piece, key, wait)
             except Exception as error:  # of a compiler, a file system, or an artifact of another machine
-                code = NotCompiled.by(error)
+                code = error if isinstance(error, NotCompiled) else NotCompiled(first_line(error))
             if code is None:
                 return None
             self.made[key] = code

@@ -211,7 +211,7 @@ class RecordedForm:
         values = self.call(self.cut.forward, [*self.stage.held(), *tensors(args)])
         kept = values[len(self.cut.joint.outputs) :]
         items = iter(values)
-        outputs = map_tensors(lambda like: _given_out(next(items), like.requires_grad), self.outputs)
+        outputs = map_tensors(lambda like: next(items).detach().requires_grad_(like.requires_grad), self.outputs)
         for norm, count in self.noted:
             assert norm.note is not None
             norm.note(norm, count, next(items), next(items))
@@ -276,7 +276,3 @@ def _noting(norms: Sequence[DeferredBatchNorm]) -> Iterator[list[Note]]:
     finally:
         for each, note in zip(active, before):
             each.note = note
-
-
-def _given_out(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return value.detach().requires_grad_(requires_grad)

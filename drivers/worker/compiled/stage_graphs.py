@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pippy.drivers.protocol.compile_options import CompileOptions
-from pippy.drivers.worker.compiled.pieces import PieceCompiler, compiler_of
+from pippy.drivers.worker.compiled.pieces import PieceCompiler, compiler_of, first_line
 from pippy.drivers.worker.compiled.recorded_form import PieceCodes, RecordableStage, RecordedForm
 from pippy.drivers.worker.halves.split_backward import add_to_grads, sum_for
 from pippy.ir.base.compiling import DEFAULT, EAGER, FAIL, compile_stance, in_stance
 from pippy.ir.base.errors import StageError
-from pippy.ir.base.readable import count_with_noun, shortened
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.surroundings import Surroundings
 from pippy.ir.base.trees import children, item_names, tensors
 from pippy.ir.halves.joint import NotLowered
@@ -235,7 +235,7 @@ class StageGraphs:
 
     def give_up(self, inputs: Sequence[Any], backward: bool, error: Exception) -> None:
         """Have inputs of this form run eagerly: that works, and their graph failed."""
-        self.forms[self._key(inputs, None, backward)] = f"fails as graphs: {_reason(error)}"
+        self.forms[self._key(inputs, None, backward)] = f"fails as graphs: {first_line(error)}"
 
     def _recorded(self, inputs: Sequence[Any], backward: bool) -> RecordedForm | str:
         try:
@@ -247,7 +247,7 @@ class StageGraphs:
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
             return f"asks for the values of tensors ({error})"
         except Exception as error:  # of torch, or of what the stage does
-            return f"cannot be recorded: {_reason(error)}"
+            return f"cannot be recorded: {first_line(error)}"
 
     def _key(self, inputs: Sequence[Any], step: int | None, backward: bool) -> Any:
         if step is None or step != self._step:
@@ -297,10 +297,6 @@ class GraphsOfStages:
         """How each of these stages runs, and why if it has no graphs."""
         made = self.stages
         return {name: made[name, 0].said() if (name, 0) in made else _NOT_RUN for name in names}
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 200)}"
 
 
 def _form_of(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
     F    with deferral.recording(inputs) as deferred:                the forward
              output = run_stage(...)
-    I    grads = backward_input(output, grads, inputs, deferred)     every gradient, but those of heavy weights
-    W    backward_weight(deferred)                                   the gradients of heavy weights
+    I    grads = deferred.backward_input(output, grads, inputs)      every gradient, but those of heavy weights
+    W    deferred.run()                                              the gradients of heavy weights
 
 A zero-bubble schedule runs I early, because the stage before waits for it, and W where the worker would be idle. For a
 linear layer y = x @ W.T, whose output gets the gradient g, the three do this:
@@ -75,7 +75,7 @@ class DeferredGradients:
         return len(self._queue)
 
     def backward_input(self, stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
-        """See the function `backward_input`."""
+        """The half I of `stage_backward`: it takes and returns the same, but adds nothing to the `.grad` of heavy weights."""
         if self._state is not _State.RECORDED:
             raise StageError(
                 "backward_input was called twice for one run of a stage, but the graph of a run can only be used "
@@ -89,7 +89,7 @@ class DeferredGradients:
             return stage_backward(stage_output, output_grads, input_values)
 
     def run(self) -> None:
-        """Add the deferred gradients to the parameters' `.grad`, and free what they are computed from."""
+        """The half W: add the deferred gradients to the parameters' `.grad`, and free what they are computed from."""
         if self._state is not _State.WAITING:
             raise StageError(
                 "backward_weight was called before backward_input, or a second time; for each run of a stage call "
@@ -181,10 +181,10 @@ class WeightDeferral:
     >>> deferral = WeightDeferral(stage, at_least=0)
     >>> with deferral.recording([x]) as deferred:
     ...     output = stage(x)
-    >>> (grad,) = backward_input(output, torch.ones(1, 2), [x], deferred)
+    >>> (grad,) = deferred.backward_input(output, torch.ones(1, 2), [x])
     >>> stage.weight.grad is None
     True
-    >>> backward_weight(deferred)
+    >>> deferred.run()
     >>> stage.weight.grad
     tensor([[1., 2.],
             [1., 2.]])
@@ -214,18 +214,6 @@ class WeightDeferral:
         finally:
             for layer in self._layers:
                 layer.remove()
-
-
-def backward_input(
-    stage_output: Any, output_grads: Any, input_values: Sequence[Any], deferred: DeferredGradients
-) -> tuple[Any, ...]:
-    """The half I of `stage_backward`: it takes and returns the same, but adds nothing to the `.grad` of heavy weights."""
-    return deferred.backward_input(stage_output, output_grads, input_values)
-
-
-def backward_weight(deferred: DeferredGradients) -> None:
-    """The half W of `stage_backward`: it adds the gradients that `backward_input` left out to the parameters' `.grad`."""
-    deferred.run()
 
 
 def _any_requires_grad(values: Sequence[Any]) -> bool:

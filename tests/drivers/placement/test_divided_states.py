@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import (
-    PipelineDriver1F1B,
-)
+from pippy import PipelineDriver1F1B
 from pippy.drivers.base.errors import OptimizerError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from tests.comparisons import update

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -59,6 +60,16 @@ def far(count):
     return carried(lambda index, post: WorkerTransport(index, far=range(count), post=post), count)
 
 
+def tcp(count):
+    """Nobody shares memory, and values go by connections."""
+    transports = [WorkerTransport(index, far=range(count)) for index in range(count)]
+    for one, other in combinations(transports, 2):
+        ends = socket.socketpair()
+        one.add_far(other.index, ends[0])
+        other.add_far(one.index, ends[1])
+    return transports
+
+
 def mixed(count):
     """The first worker shares no memory with the others, which share it."""
     pairs = {
@@ -99,6 +110,7 @@ KINDS = {
     "in_process": in_process,
     "of_devices": of_devices,
     "far": far,
+    "tcp": tcp,
     "mixed": mixed,
 }
 
@@ -465,7 +477,8 @@ def test_waiting_for_a_file_serves_the_traffic(three):
         os.close(fd)
 
 
-def test_what_cannot_be_read_is_the_affair_of_who_takes_it(three):
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_what_cannot_be_read_is_the_affair_of_who_takes_it(three, size):
     class Unreadable:
         def __reduce__(self):
             return int, ("no number",)
@@ -473,10 +486,10 @@ def test_what_cannot_be_read_is_the_affair_of_who_takes_it(three):
         def __deepcopy__(self, memo):
             return self
 
-    three[0].send(1, (0, 0, 0), (Unreadable(), torch.ones(1)))
-    three[0].send(1, (0, 0, 1), torch.ones(1))
-    assert three[1].receive((0, 0, 1), 0).sum() == 1
-    if 0 in getattr(three[1], "connections", ()):
+    three[0].send(1, (0, 0, 0), (Unreadable(), torch.ones(size)))
+    three[0].send(1, (0, 0, 1), torch.ones(size))
+    assert three[1].receive((0, 0, 1), 0).sum() == size
+    if any(0 in getattr(three[1], each, ()) for each in ("connections", "far_connections")):
         with pytest.raises(ValueError, match="no number"):
             three[1].receive((0, 0, 0), 0)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from pippy import PipeTracer, SplitPoint, annotate_split_points, pipe_split, pipeline
-from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.ir.base.errors import ModeError, SplitError, StageError, TracingError
 from tests.comparisons import assert_same_state
 
@@ -449,8 +449,8 @@ def test_halves_of_a_backward(reentrant):
     plain, deferral = copy.deepcopy(stage), WeightDeferral(stage, at_least=0)
     with deferral.recording([x]) as deferred:
         output = stage(x)
-    (grad,) = backward_input(output, torch.ones_like(output), [x], deferred)
-    backward_weight(deferred)
+    (grad,) = deferred.backward_input(output, torch.ones_like(output), [x])
+    deferred.run()
     own = x.detach().requires_grad_()
     plain(own).sum().backward()
     torch.testing.assert_close(grad, own.grad)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import children, leaves, map_tensors
 from pippy.ir.run.stage_backward import SEED, stage_backward
@@ -221,8 +221,8 @@ def run(
             output = stage(*inputs) if not isinstance(inputs[-1], str) else stage(*inputs[:-1])
         output_grads = _random_grads(output, skip)
         if split:
-            grads += backward_input(output, output_grads, inputs, deferred)
-            backward_weight(deferred)
+            grads += deferred.backward_input(output, output_grads, inputs)
+            deferred.run()
             assert len(deferred) == 0
         else:
             grads += stage_backward(output, output_grads, inputs)
@@ -306,7 +306,7 @@ def test_heavy_weights_wait_under_autocast(case: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, deferred = split_once(stage, *args)
         assert len(deferred) == 2
-        backward_weight(deferred)
+        deferred.run()
         with torch.autocast("cpu", cache_enabled=False):
             assert not len(split_once(stage, *args)[1])
 
@@ -315,7 +315,7 @@ def split_once(stage: nn.Module, *inputs: Any) -> tuple[Any, Any]:
     deferral = WeightDeferral(stage, at_least=0)
     with deferral.recording(inputs) as deferred:
         output = stage(*inputs)
-    backward_input(output, map_tensors(torch.ones_like, output), inputs, deferred)
+    deferred.backward_input(output, map_tensors(torch.ones_like, output), inputs)
     return output, deferred
 
 
@@ -326,7 +326,7 @@ def test_heavy_weights_wait(case: str, waiting: int) -> None:
     assert len(deferred) == waiting
     weights = [parameter for name, parameter in stage.named_parameters() if "weight" in name]
     assert all(weight.grad is None for weight in weights)
-    backward_weight(deferred)
+    deferred.run()
     assert all(weight.grad is not None for weight in weights)
 
 
@@ -335,9 +335,9 @@ def test_a_stage_without_inputs_that_need_a_gradient_does_all_in_w() -> None:
     deferral = WeightDeferral(stage, at_least=0)
     with deferral.recording(args) as deferred:
         output = stage(args[0])
-    assert backward_input(output, torch.ones_like(output), args, deferred) == (None, None)
+    assert deferred.backward_input(output, torch.ones_like(output), args) == (None, None)
     assert all(parameter.grad is None for parameter in stage.parameters())
-    backward_weight(deferred)
+    deferred.run()
     assert all(parameter.grad is not None for parameter in stage.parameters())
 
 
@@ -353,7 +353,7 @@ def test_a_checkpointed_block_runs_once_more(reentrant: bool) -> None:
         return checkpoint(lambda x: inner(m, x), x, use_reentrant=reentrant)
 
     _, deferred = split_once(Call(counted, a=lin(), b=lin()), x3())
-    backward_weight(deferred)
+    deferred.run()
     assert len(runs) == 2
 
 
@@ -361,7 +361,7 @@ def test_a_custom_function_runs_once() -> None:
     Scaled.runs = 0
     stage, args = CASES["custom function"]()
     _, deferred = split_once(stage, *args)
-    backward_weight(deferred)
+    deferred.run()
     assert Scaled.runs == 1
 
 
@@ -379,7 +379,7 @@ def test_hooks_see_the_whole_gradient_once(times: int) -> None:
         model.a.weight.register_hook(lambda grad, name=name: seen[name].append(grad.clone()))
         model.b.weight.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(p.grad.clone()))
     stage_backward(output := stage(x), torch.ones_like(output), [x])
-    backward_weight(split_once(twin, x.detach().requires_grad_())[1])
+    split_once(twin, x.detach().requires_grad_())[1].run()
     assert len(seen["whole"]) == len(seen["halves"]) == 2
     for one, other in zip(seen["whole"], seen["halves"]):
         assert_same(one, other)
@@ -392,7 +392,7 @@ def test_a_hook_of_the_accumulating_node_runs_once() -> None:
     node.register_hook(lambda *_: seen.append(1))
     _, deferred = split_once(stage, x3())
     assert not seen
-    backward_weight(deferred)
+    deferred.run()
     assert seen == [1]
 
 
@@ -400,7 +400,7 @@ def test_a_hidden_second_use_is_right_to_rounding() -> None:
     stage: Any = Call(lambda m, x: F.linear(m.a(x), m.a.weight.t()), a=lin())
     twin, x = copy.deepcopy(stage), x3()
     stage_backward(output := stage(x), torch.ones_like(output), [x])
-    backward_weight(split_once(twin, x.detach().requires_grad_())[1])
+    split_once(twin, x.detach().requires_grad_())[1].run()
     torch.testing.assert_close(stage.a.weight.grad, twin.a.weight.grad)
 
 
@@ -428,7 +428,7 @@ def test_memory_is_let_go() -> None:
         output, deferred = split_once(stage, x)
         del output
         assert [ref() is not None for ref in kept] == [True, False]
-        backward_weight(deferred)
+        deferred.run()
         assert [ref() is not None for ref in kept] == [False, False]
     finally:
         gc.enable()
@@ -451,13 +451,13 @@ def test_halves_out_of_order_are_refused() -> None:
     with WeightDeferral(stage, at_least=0).recording([x]) as deferred:
         output = stage(x)
     with pytest.raises(StageError, match="was called before backward_input"):
-        backward_weight(deferred)
-    backward_input(output, torch.ones_like(output), [x], deferred)
+        deferred.run()
+    deferred.backward_input(output, torch.ones_like(output), [x])
     with pytest.raises(StageError, match="called twice"):
-        backward_input(output, torch.ones_like(output), [x], deferred)
-    backward_weight(deferred)
+        deferred.backward_input(output, torch.ones_like(output), [x])
+    deferred.run()
     with pytest.raises(StageError, match="a second time"):
-        backward_weight(deferred)
+        deferred.run()
 
 
 def test_many_runs_may_wait_at_once() -> None:
@@ -466,7 +466,7 @@ def test_many_runs_may_wait_at_once() -> None:
     for x in inputs:
         stage_backward(output := stage(x), torch.ones_like(output), [x])
     for deferred in [split_once(twin, x.detach().requires_grad_())[1] for x in inputs]:
-        backward_weight(deferred)
+        deferred.run()
     for one, other in zip(stage.parameters(), twin.parameters()):
         assert_same(one.grad, other.grad)
 
@@ -488,5 +488,5 @@ def test_small_layers_are_not_worth_it() -> None:
     for rows, waiting in (2047, 0), (2048, 2):
         with WeightDeferral(stage).recording([x]) as deferred:
             output = stage(x[:rows].detach().requires_grad_())
-        backward_input(output, torch.ones_like(output), [x], deferred)
+        deferred.backward_input(output, torch.ones_like(output), [x])
         assert len(deferred) == waiting
