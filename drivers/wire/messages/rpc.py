@@ -1,7 +1,6 @@
 """The only file that touches torch.distributed.rpc, by which ranks of torchrun carry all where ``transport="rpc"`` asks for it.
 
-`RpcMessages` are the controller's commands, `RpcValues` values on their way to other workers. The sender notices a value that
-does not arrive.
+`RpcMessages` are the controller's commands, `RpcValues` values on their way to others; who sends one notices if it is lost.
 """
 
 import os
