@@ -106,12 +106,9 @@ def _file_size(what: str) -> str:
 
 
 def _environment(what: str) -> str:
-    sizes = {name: len(name) + len(value) + 2 for name, value in os.environb.items()}
-    largest = max(sizes, key=sizes.__getitem__)
     return (
-        f"the environment is too large for {what}: its {len(sizes):,} variables take {sum(sizes.values()):,} bytes, of which "
-        f"{os.fsdecode(largest)} takes {sizes[largest]:,}; the system allows 131,072 for one, and for all a quarter of the "
-        f"stack's limit (ulimit -s); delete from os.environ what the workers do not need"
+        f"the environment is too large for {what}: the system allows 131,072 bytes for one variable, and for all a quarter of "
+        "the stack's limit (ulimit -s); delete from os.environ what the workers do not need"
     )
 
 

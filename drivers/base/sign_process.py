@@ -7,9 +7,7 @@
 The sign process ends with the connection, and with the worker. It imports no torch.
 """
 
-import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -17,88 +15,72 @@ import threading
 import time
 from contextlib import suppress
 
+from pippy.drivers.base.json_lines import JsonLines
 from pippy.drivers.base.process_signs import Look, Sign
 
 _ANSWERS = 1.0  # seconds that an answer may take
 _LOOKS_UP = 1.0  # seconds between two looks at whether the worker lives
-_LONGEST = 1 << 16  # bytes of an answer
 
 
 class FarSigns:
     """The controller's connections with sign processes, by worker. None is said of a worker that has none.
+
+    Questions have numbers, since an answer may come too late.
 
     >>> FarSigns().sign(3) is None
     True
     """
 
     def __init__(self) -> None:
-        self._asked: dict[int, _Asked] = {}
-        self._lock = threading.Lock()
+        self._lines: dict[int, JsonLines] = {}
+        self._lock, self._number = threading.Lock(), 0
 
     def take(self, worker: int, end: socket.socket) -> None:
         """Ask over this connection from now on."""
         self.drop(worker)
-        self._asked[worker] = _Asked(end)
+        self._lines[worker] = JsonLines(end)
 
     def sign(self, worker: int) -> Sign | None:
         """What the process of a worker has done until now."""
-        look = self._ask(worker, b"s")
+        look = self._ask(worker, looks=False)
         return None if look is None else look.now
 
     def look(self, worker: int) -> Look | None:
         """What the process of a worker does, and where its Python is."""
-        return self._ask(worker, b"l")
+        return self._ask(worker, looks=True)
 
     def drop(self, worker: int) -> None:
         """A worker is gone: its sign process ends."""
         with self._lock:
-            if (asked := self._asked.pop(worker, None)) is not None:
-                asked.end.close()
+            if (lines := self._lines.pop(worker, None)) is not None:
+                lines.close()
 
     def close(self) -> None:
         """Close all connections."""
-        for worker in list(self._asked):
+        for worker in list(self._lines):
             self.drop(worker)
 
-    def _ask(self, worker: int, what: bytes) -> Look | None:
+    def _ask(self, worker: int, looks: bool) -> Look | None:
         with self._lock:
-            asked = self._asked.get(worker)
+            lines = self._lines.get(worker)
             try:
-                return None if asked is None else asked.answer(what)
+                return None if lines is None else self._answer(lines, looks)
             except TimeoutError:  # its host is busy
                 return None
-            except (OSError, ValueError, TypeError, KeyError):  # it is gone, or says something else than was expected
+            except (OSError, TypeError, KeyError):  # it is gone, or says something else than was expected
                 pass
         self.drop(worker)
         return None
 
-
-class _Asked:
-    """A sign process that is asked. Questions have numbers, since an answer may come too late."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end, self._number, self._said = end, 0, b""
-
-    def answer(self, what: bytes) -> Look:
-        """What it answers. Raises TimeoutError if that takes too long."""
-        self._number = (self._number + 1) % 256
+    def _answer(self, lines: JsonLines, looks: bool) -> Look:
+        self._number += 1
         until = time.monotonic() + _ANSWERS
-        self.end.settimeout(_ANSWERS)
-        self.end.sendall(what + bytes([self._number]))
-        while True:
-            line, found, rest = self._said.partition(b"\n")
-            if found:
-                self._said = rest
-                answer = json.loads(line)
-                if answer["to"] == self._number:
-                    return Look.of_message(answer)
-            elif len(self._said) > _LONGEST:
-                raise ConnectionError("it says something else than was expected")
-            else:
-                self.end.settimeout(max(1e-3, until - time.monotonic()))
-                if not (more := self.end.recv(_LONGEST)):
-                    raise ConnectionError("it has ended")
-                self._said += more
+        lines.socket.settimeout(_ANSWERS)
+        lines.send(number=self._number, looks=looks)
+        while (said := lines.read(max(0.0, until - time.monotonic()))) is not None:
+            if said["to"] == self._number:
+                return Look.of_message(said)
+        raise ConnectionError("it has ended")
 
 
 def start_sign_process(end: socket.socket) -> None:
@@ -126,14 +108,14 @@ def start_sign_process(end: socket.socket) -> None:
 
 def answer(number: int, worker: int) -> None:
     """Answer over the socket with this descriptor what a worker, the parent of this process, does; until either ends."""
-    with socket.socket(fileno=number) as end, suppress(OSError):
-        waiting = select.poll()
-        waiting.register(end, select.POLLIN)
+    lines = JsonLines(socket.socket(fileno=number))
+    with suppress(OSError):
         while os.getppid() == worker:
-            if not waiting.poll(_LOOKS_UP * 1000):
+            try:
+                asked = lines.read(_LOOKS_UP)
+            except TimeoutError:
                 continue
-            asked = end.recv(2, socket.MSG_WAITALL)
-            if len(asked) < 2:
+            if asked is None:
                 return
-            look = Look.at(worker) if asked[:1] == b"l" else Look.briefly(worker)
-            end.sendall(json.dumps({"to": asked[1], **look.message()}).encode() + b"\n")
+            look = Look.at(worker) if asked["looks"] else Look.briefly(worker)
+            lines.send(to=asked["number"], **look.message())

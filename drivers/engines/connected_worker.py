@@ -100,9 +100,11 @@ class Peers:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end, there:
             end.settimeout(self.timeout / 2)
-            if why := hand_over(end, [there]):
+            try:
+                hand_over(end, [there])
+            except OSError as error:
                 here.close()
-                raise OSError(f"worker {host} could not take a socket: {why}")
+                raise OSError(f"worker {host} could not take a socket: {error}") from error
         self.carrier.add_near(host, here)
 
     def _meet(self, guest: int, end: socket.socket) -> None:

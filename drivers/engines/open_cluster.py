@@ -17,22 +17,26 @@ from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.readable import brief
 
 ENGINES = ("local", "torchrun", "ray")
-# Options that some engines take and others do not; with what to write for the first, and instead of the second.
-_OPTIONS_OF = {"ray": ("address", "strategy", "resources", "num_gpus", "spares"), "joined": ("join", "secret_file")}
+# Which engines take an option, where not all do.
+_TAKEN_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("threads", "device", "devices"), ("local", "torchrun", "ray")),
+    **dict.fromkeys(("address", "strategy", "resources", "num_gpus", "spares"), ("ray",)),
+    **dict.fromkeys(("join", "secret_file"), ("joined",)),
+    "pin": ("local",),
+    "transport": ("local", "torchrun"),
+    "controller_hosts": ("torchrun", "local"),  # where it means nothing: for torchrun, in a script for both
+}
+_ASKED_BY = {"local": "cluster(n)", "torchrun": "torchrun", "ray": 'engine="ray"', "joined": "join=True"}
 # What an engine has instead of an option of another one.
 _HAS_INSTEAD = {
-    "spares": {
-        "local": "its processes are forks of one that has imported everything, and a lost one is replaced in less than a "
-        "second",
-        "joined": "each worker that joins beyond n is a spare, so start one more with the line that is printed",
-    }
+    (
+        "spares",
+        "local",
+    ): "its processes are forks of one that has imported everything, and a lost one is replaced in less than a second",
+    ("spares", "joined"): "each worker that joins beyond n is a spare, so start one more with the line that is printed",
+    ("threads", "joined"): "each worker says it for itself, by an option of pippy worker: --threads",
+    ("device", "joined"): "each worker says it for itself, by an option of pippy worker: --device",
 }
-_ASKED_BY = {"ray": 'engine="ray"', "joined": "join=True"}
-_NOT_OF = {
-    "ray": ("pin", "transport", "controller_hosts"),
-    "joined": ("pin", "transport", "controller_hosts", "threads", "device", "devices"),
-}
-_OF_A_WORKER = ("threads", "device")
 
 
 @placing_words("cluster(n)")
@@ -120,7 +124,7 @@ def cluster(
             )
         return torchrun_cluster(n, **given, **times)
     lazy = current_lazy_cluster()
-    if chosen in _NOT_OF:
+    if chosen in ("ray", "joined"):
         opened = ray_cluster if chosen == "ray" else joined_cluster
         return opened(_number(lazy.n if n is None and lazy is not None else n), **given, **times)
     given.pop("controller_hosts", None)  # for torchrun, in a script for both
@@ -131,23 +135,16 @@ def cluster(
 
 def _own_options(given: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The options without those of other engines. Raises if one of these says anything."""
-    others = {name: other for other, names in _OPTIONS_OF.items() if other != engine for name in names}
-    refused = _NOT_OF.get(engine, ())
-    for name in [each for each in given if given[each] and each in others]:
-        asked = _ASKED_BY[others[name]]
-        instead = f", where {each}" if (each := _HAS_INSTEAD.get(name, {}).get(engine)) else ""
-        raise ClusterError(
-            f"{name}={brief(given[name])} is an option of {asked}, and this cluster is on engine {engine!r}{instead}; leave "
-            f"out {name}, or write cluster(n, {asked})"
-        )
-    for name in [each for each in given if given[each] and each in refused]:
-        said = f"; each says it for itself, by an option of pippy worker: --{name}" if name in _OF_A_WORKER else ""
-        raise ClusterError(
-            f"{name}={brief(given[name])} is no option, and this cluster is "
-            + (f"one that workers join{said}" if engine == "joined" else f"on engine {engine!r}")
-            + f"; leave out {name}"
-        )
-    return {name: value for name, value in given.items() if name not in others and name not in refused}
+    for name, value in given.items():
+        taken_by = _TAKEN_BY.get(name, (engine,))
+        if value and engine not in taken_by:
+            asked = " or ".join(_ASKED_BY[each] for each in taken_by)
+            instead = f", where {each}" if (each := _HAS_INSTEAD.get((name, engine))) else ""
+            raise ClusterError(
+                f"{name}={brief(value)} is an option of {asked}, and this cluster is on engine {engine!r}{instead}; leave out "
+                f"{name}"
+            )
+    return {name: value for name, value in given.items() if engine in _TAKEN_BY.get(name, (engine,))}
 
 
 def _number(n: int | None) -> int:

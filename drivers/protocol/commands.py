@@ -127,7 +127,7 @@ class Ping:
 class Connect:
     """Urgent: worker ``one``, which gets this, is to let the ``other`` in. With ``near`` the two can share memory.
 
-    The answer is an Invitation for the other; None if the two go on without a connection.
+    The answer is an Invitation for the other.
     """
 
     one: int

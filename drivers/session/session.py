@@ -37,7 +37,6 @@ from pippy.drivers.session.calls import (
 from pippy.drivers.session.command_log import CommandLog, PendingCommand
 from pippy.drivers.session.told import CompileProgress, log_for_worker
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
-from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.pollable_event import PollableEvent
 
@@ -143,9 +142,8 @@ class Session:
                         self._connected.add(pair)
                 if first is not None:
                     near = self.workers[pair[0]].memory == self.workers[pair[1]].memory
-                    answer = self.answer(self.urgent(first, Connect(*pair, near)))
-                    if isinstance(answer, Invitation):
-                        self.answer(self.urgent(pair[1], ComeIn(first, answer)))
+                    invitation = self.answer(self.urgent(first, Connect(*pair, near)))
+                    self.answer(self.urgent(pair[1], ComeIn(first, invitation)))
                     self._connected.add(pair)
 
     def answer(self, call: PendingCall) -> Any:

@@ -65,5 +65,6 @@ class LaunchedEngine(JoinedEngine):
 def launched_cluster(n: int, secret_file: str | os.PathLike[str], worker: str = WORKER) -> Cluster:
     """A cluster of ``n`` workers that the system starts."""
     check_none_open()
-    launch = JoinedLaunch(worker, checked_names(n, None), "127.0.0.1:0", secret_file, 5.0, None)
+    names, place = checked_names(n, None), "127.0.0.1:0"
+    launch = JoinedLaunch(worker=worker, names=names, join=place, secret_file=secret_file, timeout=5.0, patience=None)
     return opened(partial(LaunchedEngine, launch), 5.0, 60.0)

@@ -7,8 +7,10 @@ import resource
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -87,6 +89,33 @@ def watched(*processes, within=3.0):
             for fd, pid in found.items():
                 if not select.select([fd], [], [], 0)[0]:
                     os.kill(pid, signal.SIGKILL)
+
+
+class Forked:
+    """A fork of this process that runs a function and ends. Its standard error is a pipe."""
+
+    def __init__(self, body):
+        self._said, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(writing, 2)
+                sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+                body()
+                os._exit(0)
+            except SystemExit as end:
+                os._exit(end.code)
+            except BaseException:
+                os.write(writing, traceback.format_exc().encode())
+            finally:
+                os._exit(99)
+        os.close(writing)
+
+    def ended(self):
+        """The exit status, and what was written."""
+        with watched(self.pid), within(10), open(self._said) as said:
+            text = said.read()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), text
 
 
 def stop(pid):

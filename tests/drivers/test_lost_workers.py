@@ -286,6 +286,8 @@ def test_a_value_that_nobody_takes_up_is_a_lost_peer(monkeypatch, late, told):
     (_, first, taken), (_, second, stuck), (to, third, behind) = calls
     assert to == "2" and (first, second, third) == pytest.approx((4.0, 4.0, 5.0), abs=0.01)
     taken.set_result(None)
+    values.post(1, (0, 0, 0), torch.zeros(1 << 20, dtype=torch.uint8))
+    assert calls[-1][1] == first, "nothing is under way before it"
     now[0] += second + late
     stuck.set_exception(RuntimeError("eof\nC++ traceback"))
     behind.set_exception(RuntimeError("eof"))

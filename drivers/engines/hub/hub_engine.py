@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Generic
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
@@ -35,8 +35,23 @@ from pippy.ir.base.logs import LOGGER
 _LOOKS = 0.1  # seconds between two looks whether a member is gone that is to come with another connection
 
 
+@dataclass(frozen=True, kw_only=True)
+class HubLaunch:
+    """What a cluster is to have. ``worker`` is the dotted name of the class that its workers run; so many ``spares`` wait.
+
+    >>> HubLaunch(worker="package.module:Class", names=("a", "b"), timeout=5.0, patience=None).names
+    ('a', 'b')
+    """
+
+    worker: str
+    names: tuple[str, ...]
+    timeout: float
+    patience: float | None
+    spares: int = 0
+
+
 class HubEngine(ABC, Generic[AnyMember]):
-    """The members. ``launch`` is what the cluster is to have, and ``over`` says that it is closed.
+    """The members. ``over`` says that the cluster is closed.
 
     ``far_address`` is where doors for members of other hosts are opened. None if these come where they have come in.
     """
@@ -45,9 +60,10 @@ class HubEngine(ABC, Generic[AnyMember]):
     over: str
     far_address: str | None = None
 
-    def __init__(self, launch: Any) -> None:
-        self.launch, self.owner = launch, os.getpid()
-        self.names, self.places = tuple(launch.names), WorkerPlaces(launch.names)
+    def __init__(self, launch: HubLaunch) -> None:
+        self.launch: Any = launch
+        self.owner = os.getpid()
+        self.names, self.places = launch.names, WorkerPlaces(launch.names)
         self.messages = self.places.messages
         self._at: dict[int, AnyMember] = {}  # those that run
         self._waiting = WaitingWorkers[AnyMember](self.places, self.dropped)
@@ -270,7 +286,4 @@ def _near_pair(end: socket.socket, timeout: float) -> SocketPair:
     """The controller's ends of two sockets, whose others a member of this host gets through its connection."""
     with end:
         end.settimeout(timeout)
-        own, why = hand_over_pairs(end)
-    if own is None:
-        raise OSError(why)
-    return own
+        return hand_over_pairs(end)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from pippy.drivers.base.json_lines import JsonLines
 from pippy.drivers.base.process import began, exit_at_once
 from pippy.drivers.base.sign_process import start_sign_process
 from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
-from pippy.drivers.engines.hub.members import ControlLines
 from pippy.drivers.wire.messages.doors import Invitation, come_in, joined_address
 from pippy.drivers.wire.messages.handed_sockets import SocketPair, shared_memory_of, take_over, this_host
 from pippy.drivers.wire.messages.sockets import break_when_silent
@@ -59,7 +59,7 @@ class MemberWorker:
         say: Callable[[str], object],
         becomes: Callable[[int, RunSettings], object] = lambda index, settings: None,
     ) -> None:
-        self.lines, self.invitation, self.address = ControlLines(end), invitation, address
+        self.lines, self.invitation, self.address = JsonLines(end), invitation, address
         self.say, self.becomes = say, becomes
         if end.family != socket.AF_UNIX:
             break_when_silent(end, _SILENCE)

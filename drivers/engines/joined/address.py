@@ -4,7 +4,6 @@ The place is the argument ``join``, and HOST:PORT in the command of a worker. Th
 read.
 """
 
-import errno
 import os
 import secrets
 import socket
@@ -73,20 +72,15 @@ def own_address() -> str:
 
 def cannot_listen(join: Any, address: str, port: int, error: OSError) -> ClusterError:
     """Why a cluster cannot listen there, and what to do."""
-    if error.errno == errno.EADDRINUSE:
-        why = f"another program has port {port} of {address}; give another port, or join=True, with which the system chooses"
-    elif error.errno == errno.EADDRNOTAVAIL:
-        why = f"{address} is no address of this host; {_advice()}"
-    elif error.errno == errno.EACCES:
-        why = f"this account may not listen on port {port}; give one of 1024 or more"
-    else:
-        why = f"this host cannot listen on port {port} of {address}: {error.strerror or error}"
-    return ClusterError(f"join={brief(join)}: {why}")
+    return ClusterError(
+        f"join={brief(join)}: this host cannot listen at port {port} of {address}: {error.strerror or error}; give a port of "
+        f"1024 or more that no other program has. For this host, {_advice()}, and a free port"
+    )
 
 
 def _advice() -> str:
     own = ", ".join(dict.fromkeys(address for _, address in addresses()))
-    return f"its addresses are {own}; join=True takes the one that leads to other hosts"
+    return f"the addresses are {own}, and join=True takes the one that leads to other hosts"
 
 
 DEFAULT_SECRET = "~/.pippy/secret"

@@ -19,7 +19,7 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.process import kill_process
 from pippy.drivers.engines.arguments import checked_names, polling_time
 from pippy.drivers.engines.cluster import Cluster, check_none_open, note_local_cluster, opened
-from pippy.drivers.engines.hub.hub_engine import HubEngine
+from pippy.drivers.engines.hub.hub_engine import HubEngine, HubLaunch
 from pippy.drivers.engines.hub.members import Member, await_any, say
 from pippy.drivers.engines.joined.address import (
     DEFAULT_SECRET,
@@ -39,21 +39,12 @@ _ENDS_WITHIN = 2.0  # seconds that a worker has to end when it is told to
 _LOST_ENDS_WITHIN = 0.5  # and one that was lost, of this host; for those of others nobody waits
 
 
-@dataclass(frozen=True)
-class JoinedLaunch:
-    """What the cluster is to have. ``join`` says where workers join, ``secret_file`` who may.
+@dataclass(frozen=True, kw_only=True)
+class JoinedLaunch(HubLaunch):
+    """``join`` says where workers join, ``secret_file`` who may. Nobody waits for spares."""
 
-    >>> JoinedLaunch("package.module:Class", ("a", "b"), True, "~/.pippy/secret", 5.0, None).names
-    ('a', 'b')
-    """
-
-    worker: str
-    names: tuple[str, ...]
     join: Any
     secret_file: str | os.PathLike[str]
-    timeout: float
-    patience: float | None
-    spares: int = 0  # nobody waits for any
 
 
 class JoinedEngine(HubEngine[Member]):
@@ -198,5 +189,12 @@ def joined_cluster(
     polling_time(patience, crowded=False)
     check_none_open()
     note_local_cluster()
-    launch = JoinedLaunch(_worker, names, join, secret_file or DEFAULT_SECRET, timeout, patience)
+    launch = JoinedLaunch(
+        worker=_worker,
+        names=names,
+        join=join,
+        secret_file=secret_file or DEFAULT_SECRET,
+        timeout=timeout,
+        patience=patience,
+    )
     return opened(partial(JoinedEngine, launch), timeout, start_timeout)

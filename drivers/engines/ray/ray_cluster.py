@@ -41,20 +41,22 @@ def ray_cluster(
     check_choice("strategy", strategy, STRATEGIES)
     polling_time(patience, crowded=False)
     _check_address(address)
-    _check_spares(spares)
+    check_count("spares", spares, "how many workers wait for the place of a lost one", ClusterError, least=0)
     imported_ray()
-    bundle = _bundle(resources, num_gpus, threads, max(1, _cores() // n) if starts_own(address) else 1)
+    bundle = _bundle(
+        resources, num_gpus, threads, max(1, len(os.sched_getaffinity(0)) // n) if starts_own(address) else 1
+    )
     default = "cuda" if bundle.get("GPU") else "cpu"
     launch = RayLaunch(
-        _worker,
-        names,
-        tuple(map(str, devices if devices is not None else [device or default] * n)),
-        threads or max(1, int(bundle.get("CPU", 1))),
-        bundle,
-        strategy,
-        timeout,
-        patience,
-        spares,
+        worker=_worker,
+        names=names,
+        devices=tuple(map(str, devices if devices is not None else [device or default] * n)),
+        threads=threads or max(1, int(bundle.get("CPU", 1))),
+        bundle=bundle,
+        strategy=strategy,
+        timeout=timeout,
+        patience=patience,
+        spares=spares,
     )
     check_none_open()
     note_local_cluster()
@@ -71,19 +73,11 @@ def _engine(launch: RayLaunch) -> RayEngine:
         raise
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _check_address(address: Any) -> None:
     if address is not None and not (isinstance(address, str) and address):
         raise ClusterError(
             f'address is that of a Ray that runs, as "10.0.0.1:6379", or "auto"; this is {brief(address)}'
         )
-
-
-def _check_spares(spares: Any) -> None:
-    check_count("spares", spares, "how many workers wait for the place of a lost one", ClusterError, least=0)
 
 
 def _bundle(resources: Mapping[str, float] | None, num_gpus: float, threads: int | None, cpus: int) -> dict[str, float]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from pippy.drivers.base.beside import beside
 from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.json_lines import JsonLines
 from pippy.drivers.base.process import kill_process
-from pippy.drivers.base.versions import versions
-from pippy.drivers.engines.hub.hub_engine import HubEngine, next_of
-from pippy.drivers.engines.hub.members import ControlLines, Member, await_any, say
+from pippy.drivers.engines.hub.hub_engine import HubEngine, HubLaunch, next_of
+from pippy.drivers.engines.hub.members import Member, await_any, say
 from pippy.drivers.engines.ray.ray_instance import imported_ray, leave_ray
 from pippy.drivers.engines.ray.ray_worker import RayWorker
 from pippy.drivers.session.calls import Address
@@ -36,27 +36,23 @@ _STARTS_END_WITHIN = 1.0  # seconds that the threads have to end which start act
 _ENDS_WITHIN = 5.0  # seconds that Ray has to end the actors, and to end itself
 
 
-@dataclass(frozen=True)
-class RayLaunch:
+@dataclass(frozen=True, kw_only=True)
+class RayLaunch(HubLaunch):
     """What is asked of Ray. Each worker, and each spare, reserves what the ``bundle`` names: CPUs, GPUs, and other resources.
 
     >>> bundle = {"CPU": 1.0, "node7": 0.5}
-    >>> launch = RayLaunch("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, bundle, "PACK", 5.0, None, spares=1)
+    >>> given = {"worker": "package.module:Class", "names": ("a", "b"), "timeout": 5.0, "patience": None, "spares": 1}
+    >>> launch = RayLaunch(**given, devices=("cpu", "cpu"), threads=1, bundle=bundle, strategy="PACK")
     >>> print(launch)
     2 workers and 1 spare with CPU 1, node7 0.5 each, strategy 'PACK'
     >>> launch.options
     {'num_cpus': 1.0, 'num_gpus': 0, 'memory': None, 'resources': {'node7': 0.5}}
     """
 
-    worker: str
-    names: tuple[str, ...]
     devices: tuple[str, ...]
     threads: int
     bundle: Mapping[str, float]
     strategy: str
-    timeout: float
-    patience: float | None
-    spares: int = 0
 
     @property
     def actors(self) -> int:
@@ -84,7 +80,7 @@ class RayGuest(Member):
     """An actor, in a ``bundle`` of the placement group; a member once it has come.
 
     ``name`` is that of the worker that it is started for; None if it is to be a spare. ``error`` is why it did not start, or
-    not so far, and ``wrong`` says which of its versions are others than here. Ray answers ``joined`` when it is gone.
+    not so far. Ray answers ``joined`` when it is gone.
     """
 
     def __init__(self, bundle: int, name: str | None) -> None:
@@ -92,7 +88,7 @@ class RayGuest(Member):
         self.bundle, self.name = bundle, name
         self.actor: Any = None
         self.joined: Any = None
-        self.starts, self.wrong = True, list[str]()
+        self.starts = True
         self.error: ClusterError | None = None
 
     def __str__(self) -> str:
@@ -239,7 +235,8 @@ class RayEngine(HubEngine[RayGuest]):
     def _prepare(self, guest: RayGuest) -> None:
         """Start an actor, connect with it, and watch it until it has a place."""
         try:
-            self._make_ready(guest)
+            self._where(guest)
+            self._let_in(guest)
         except Exception as error:  # Ray raises errors of all kinds
             if self._expects(guest):
                 self._note_failure(guest, error)
@@ -257,18 +254,6 @@ class RayEngine(HubEngine[RayGuest]):
                 pass
         self._waiting.present()
 
-    def _make_ready(self, guest: RayGuest) -> None:
-        place = self._where(guest)
-        own = {**versions(), "ray": self.ray.__version__}
-        guest.wrong = [
-            f"{what}: {its} on {place['host']} ({guest}), {own.get(what)} here"
-            for what, its in place["versions"].items()
-            if its != own.get(what)
-        ]
-        if guest.wrong:
-            raise _other_versions(guest.wrong)
-        self._let_in(guest)
-
     def _let_in(self, guest: RayGuest) -> None:
         """Open a door for an actor until it has come."""
         address = THIS_HOST if self.places.is_near(guest.place) else self.far_address
@@ -277,7 +262,7 @@ class RayEngine(HubEngine[RayGuest]):
             assert invitation is not None, "there is a door"
             guest.joined = guest.actor.join.remote(invitation.line(), number, timeout)
             try:
-                guest.lines = ControlLines(next_of(coming, 4 * timeout, lambda: self._comes_not(guest)))
+                guest.lines = JsonLines(next_of(coming, 4 * timeout, lambda: self._comes_not(guest)))
             except OSError as error:
                 raise self._out_of_reach(guest, invitation, error) from error
 
@@ -287,7 +272,7 @@ class RayEngine(HubEngine[RayGuest]):
             raise ClusterError(f"{guest} was ended")
         return _how(self.ray, guest.joined) if self.ray.wait([guest.joined], timeout=0)[0] else None
 
-    def _where(self, guest: RayGuest) -> dict[str, Any]:
+    def _where(self, guest: RayGuest) -> None:
         """Start an actor, and ask where it is.
 
         One that Ray had placed on a node which is gone, before Ray knew that, is started again.
@@ -304,7 +289,7 @@ class RayEngine(HubEngine[RayGuest]):
                 self.ray.kill(guest.actor)
             try:
                 guest.place = self._answer(guest, guest.actor.where.remote(self.launch.worker))
-                return guest.place
+                return
             except self.ray.exceptions.RayActorError as error:
                 guest.error = self._not_started(guest, error)
                 if error.actor_init_failed or time.monotonic() > until or not self._expects(guest):
@@ -347,8 +332,6 @@ class RayEngine(HubEngine[RayGuest]):
         if left > 0 and (starting or len(self._waiting.present()) > len(present)):
             return
         failed = [*self._failed, *starting]
-        if wrong := [line for each in failed for line in each.wrong]:
-            raise _other_versions(wrong)
         error = next((each.error for each in failed if each.error is not None), None)
         raise error or self._not_placed(f"worker {self.launch.names[workers[0]]!r}", self.timeout)
 
@@ -394,14 +377,6 @@ class RayEngine(HubEngine[RayGuest]):
             f"{' or spares' * bool(self.launch.spares)}, smaller resources= or num_gpus=, "
             "another strategy=, or a larger start_timeout= if nodes are still to join"
         )
-
-
-def _other_versions(lines: Iterable[str]) -> ClusterError:
-    return ClusterError(
-        "these workers cannot work with this process:\n  "
-        + "\n  ".join(lines)
-        + "\ninstall the same versions on each node"
-    )
 
 
 def _counts(resources: Mapping[str, float]) -> str:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from pippy.drivers.base.process import keep_freed_memory
-from pippy.drivers.base.versions import versions
 from pippy.drivers.engines.arguments import device_name
 from pippy.drivers.engines.connected_worker import load
 from pippy.drivers.engines.hub.hub_worker import MemberWorker, RunSettings, place_of_this_process
@@ -33,15 +32,11 @@ class RayWorker:
         return self.name
 
     def where(self, worker: str) -> dict[str, Any]:
-        """Where this process is, and what it runs. Imports what a worker needs."""
+        """Where this process is. Imports what a worker needs."""
         import ray
 
         load(worker)
-        return {
-            **place_of_this_process(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "versions": {**versions(), "ray": ray.__version__},
-        }
+        return {**place_of_this_process(), "node": ray.get_runtime_context().get_node_id()}
 
     def join(self, line: str, number: int, timeout: float) -> None:
         """Come in at a door of the controller, which an invitation names, and be its worker until this process ends."""

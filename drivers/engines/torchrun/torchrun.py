@@ -30,7 +30,7 @@ from pippy.drivers.engines.arguments import (
 )
 from pippy.drivers.engines.cluster import Cluster, check_none_open, opened
 from pippy.drivers.engines.connected_worker import ConnectedWorker, RunSettings
-from pippy.drivers.engines.hub.hub_engine import HubEngine, next_of
+from pippy.drivers.engines.hub.hub_engine import HubEngine, HubLaunch, next_of
 from pippy.drivers.engines.hub.hub_worker import place_of_this_process
 from pippy.drivers.engines.hub.interfaces import interface_from_environment, link_to
 from pippy.drivers.engines.hub.members import Member, await_any
@@ -50,26 +50,16 @@ from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_messages import OwnMessages
 from pippy.drivers.wire.messages.doors import THIS_HOST
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from pippy.ir.base.readable import brief
 
 _LEAVE_WITHIN = 1.0  # seconds that rank 0 waits for the others to leave
 _JOINS_WITHIN = 1.0  # and for the thread of its own worker
 
 
-@dataclass(frozen=True)
-class RanksLaunch:
-    """What the cluster is to have. ``transport`` is that of `cluster`.
+@dataclass(frozen=True, kw_only=True)
+class RanksLaunch(HubLaunch):
+    """``transport`` is that of `cluster`. There are no spares."""
 
-    >>> RanksLaunch("package.module:Class", ("a", "b"), None, 5.0, None).names
-    ('a', 'b')
-    """
-
-    worker: str
-    names: tuple[str, ...]
     transport: str | None
-    timeout: float
-    patience: float | None
-    spares: int = 0  # there are none
 
 
 class TorchrunEngine(HubEngine[Member]):
@@ -253,7 +243,6 @@ def torchrun_cluster(
     threads: int | None = None,
     devices: Sequence[str | torch.device] | None = None,
     device: str | torch.device | None = None,
-    pin: bool | None = None,
     names: Sequence[str] | None = None,
     timeout: float | None = None,
     transport: str | None = None,
@@ -264,7 +253,6 @@ def torchrun_cluster(
     """The workers that torchrun has started. `cluster` says what the arguments are."""
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
-    _check_not_given("pin", pin)
     if timeout is None:
         timeout = 5.0 if rank_info.one_host else BETWEEN_HOSTS
     check_seconds(timeout=timeout, start_timeout=start_timeout)
@@ -279,7 +267,7 @@ def torchrun_cluster(
     write_terms(board, rank_info, place, names=names, transport=transport, controller_hosts=controller_hosts)
     if rank_info.rank:
         work(rank_info, board, transport == "rpc")
-    launch = RanksLaunch(WORKER, names, transport, timeout, patience)
+    launch = RanksLaunch(worker=WORKER, names=names, transport=transport, timeout=timeout, patience=patience)
     cluster = opened(partial(TorchrunEngine, launch, rank_info, board), timeout, start_timeout)
     global _was_open
     _was_open = True
@@ -301,15 +289,6 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
             + (f"; local_cluster({n}) starts {n} workers beside this process" if rank_info.world_size == 1 else "")
         )
     return worker_names(rank_info.workers, names)
-
-
-def _check_not_given(name: str, value: Any) -> None:
-    """Raise if an option is given that says how this process is to start workers: torchrun has started them."""
-    if value is not None and value is not False:
-        raise ClusterError(
-            f"{name}={brief(value)} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
-            f"start the script without torchrun"
-        )
 
 
 def _check_first() -> None:

@@ -46,27 +46,21 @@ def shared_memory_of() -> str:
     return f"{this_host()} {os.geteuid()}"
 
 
-def two_pairs() -> tuple[SocketPair, SocketPair]:
-    """The two ends of two sockets. Only processes that get an end can use it."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1])
-
-
 def close_all(ends: Iterable[socket.socket]) -> None:
     """Close these sockets."""
     for end in ends:
         end.close()
 
 
-def hand_over(end: socket.socket, sockets: Sequence[socket.socket]) -> str:
-    """Hand sockets to the process at the other end of a connection. Returns why it could not take them; "" if it has.
+def hand_over(end: socket.socket, sockets: Sequence[socket.socket]) -> None:
+    """Hand sockets to the process at the other end of a connection. Raises OSError if it cannot take them.
 
     >>> import threading
     >>> here, there = socket.socketpair()
     >>> (given, theirs), taken = socket.socketpair(), []
     >>> thread = threading.Thread(target=lambda: taken.extend(take_over(there, 1)))
     >>> thread.start(), hand_over(here, [theirs]), thread.join()
-    (None, '', None)
+    (None, None, None)
     >>> given.sendall(b"hello"), taken[0].recv(5)
     (None, b'hello')
     >>> close_all([here, there, given, theirs, *taken])
@@ -78,26 +72,26 @@ def hand_over(end: socket.socket, sockets: Sequence[socket.socket]) -> str:
         memory.bytes[:_CONTENT] = content
         socket.send_fds(end, [content], [descriptor, *(each.fileno() for each in sockets)])
         answer = end.recv(4096)
-        return "" if answer == _TAKEN else answer.decode() or "it is not there"
+        if answer != _TAKEN:
+            raise OSError(answer.decode() or "it is not there")
 
 
-def hand_over_pairs(end: socket.socket) -> tuple[SocketPair | None, str]:
-    """Make two sockets, and hand their other ends to another process. Returns the own ends, or None and why it took none.
+def hand_over_pairs(end: socket.socket) -> SocketPair:
+    """Make two sockets, and hand their other ends to another process. Returns the own ends. Raises OSError if it takes none.
 
     >>> import threading
     >>> here, there = socket.socketpair()
     >>> thread = threading.Thread(target=lambda: close_all(take_over(there, 2)))
-    >>> thread.start(); own, why = hand_over_pairs(here); thread.join()
+    >>> thread.start(); own = hand_over_pairs(here); thread.join()
     >>> close_all([here, there, *own])
     """
     with ExitStack() as used, ExitStack() as undo:
-        own_ends, their_ends = two_pairs()
-        undo.callback(close_all, own_ends)
-        used.callback(close_all, their_ends)
-        if why := hand_over(end, their_ends):
-            return None, why
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        undo.callback(close_all, [own for own, _ in pairs])
+        used.callback(close_all, [theirs for _, theirs in pairs])
+        hand_over(end, [theirs for _, theirs in pairs])
         undo.pop_all()
-    return own_ends, ""
+    return pairs[0][0], pairs[1][0]
 
 
 def take_over(end: socket.socket, count: int) -> tuple[socket.socket, ...]:

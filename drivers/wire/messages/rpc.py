@@ -1,7 +1,6 @@
-"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls of pippy's processes.
+"""The only file that touches torch.distributed.rpc, by which ranks of torchrun carry all where ``transport="rpc"`` asks for it.
 
-Ranks of torchrun carry commands and values by RPC where `cluster` is asked for that: ``transport="rpc"``. `RpcMessages` are the
-controller's commands, `RpcValues` values on their way to other workers. The sender notices a value that does not arrive.
+`RpcMessages` are the controller's commands, `RpcValues` values on their way to others; who sends one notices if it is lost.
 """
 
 import os
@@ -94,9 +93,7 @@ def join_ranks(
 def join(
     name: str, rank: int, processes: int, init_method: str, interface: str | None, timeout: float = 0, group: int = 0
 ) -> None:
-    """Join the RPC group; waits for all others.
-
-    What torch opens listens on the named interface; with None, on the one that torch chooses: that of this host's name.
+    """Join the RPC group, at this ``interface``; waits for all others.
 
     ``timeout`` bounds the waits of joining, after which this raises a RuntimeError; a store in a file takes 0 for no bound, one
     of TCP does not. Calls have none.
@@ -111,39 +108,25 @@ def join(
     rpc._init_counter = group
     rpc.api._all_gather_sequence_id.clear()
     rpc.api._all_gather_sequence_id_to_states.clear()
-    with warnings.catch_warnings(), _listening_on(interface), _waiting_for_peers(timeout):
+    with warnings.catch_warnings(), _joining(interface, timeout):
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own group
         rpc.init_rpc(name, rank=rank, world_size=processes, rpc_backend_options=options)
 
 
 @contextmanager
-def _listening_on(interface: str | None) -> Iterator[None]:
-    """While it lasts, what torch opens listens on this interface, whatever this host's name resolves to."""
-    if interface is None:
-        yield
-        return
-    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, interface))
+def _joining(interface: str | None, seconds: float) -> Iterator[None]:
+    """While it lasts, what torch opens listens on this interface, and waits only so long for others; torch waits 24 days."""
+    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
+    limit = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+    os.environ.update({} if interface is None else dict.fromkeys(before, interface))
+    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=seconds) if seconds else limit
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _waiting_for_peers(seconds: float) -> Iterator[None]:
-    """While it lasts, a process waits only so long for the others to connect, if there is a limit; torch waits for 24 days."""
-    before = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
-    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=seconds) if seconds else before
-    try:
-        yield
-    finally:
-        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = before
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def leave() -> None:
@@ -288,7 +271,7 @@ def _take(key: Any, pickled: Pickled) -> None:
 
 
 BEYOND = (
-    2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
+    2.0  # seconds beyond a cluster's timeout: by then the controller's pings have found a lost process, and say more
 )
 RATE = 1 << 20  # bytes that a connection must carry in a second, or it is taken for cut
 _ROUNDED = 0.01  # seconds by which RPC's clock may be ahead

@@ -112,14 +112,6 @@ def test_pinned_workers_that_share_a_core_are_told_of(monkeypatch):
     assert caught[0].filename == __file__
 
 
-def test_messages_arrive_in_order_and_are_counted(cluster):
-    first, second = cluster.session.counts
-    calls = [cluster.session.send(0, ("note", number)) for number in range(1000)]
-    assert sum(1 for _ in cluster.session.completed(calls)) == 1000
-    assert ask(cluster, 0, "noted") == list(range(1000))
-    assert cluster.session.counts == [first + 1001, second]
-
-
 def test_urgent_is_answered_while_a_worker_is_busy(cluster):
     session = cluster.session
     busy = session.send(0, ("hold",))

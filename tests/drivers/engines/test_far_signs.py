@@ -11,6 +11,7 @@ from torch import nn
 
 from pippy import PipelineDriver1F1B, cluster, pipe_split, pipeline
 from pippy.drivers.base.errors import WorkerLostError
+from pippy.drivers.base.json_lines import JsonLines
 from pippy.drivers.base.sign_process import FarSigns
 from tests.drivers.failing_model import ASLEEP, BUSY, hold_pythons_lock
 from tests.drivers.joining_shells import Shells
@@ -115,3 +116,11 @@ def test_what_is_no_answer_ends_the_asking(said):
     with within(4.0):
         assert signs.sign(0) is None and signs.sign(0) is None
     there.close()
+
+
+@pytest.mark.parametrize("said", [b"no JSON\n", b"[1]\n"])
+def test_a_line_that_is_no_message_is_refused(said):
+    here, there = socket.socketpair()
+    with here, there, pytest.raises(ConnectionError, match="something else than was expected"):
+        there.sendall(said)
+        JsonLines(here).read(1.0)

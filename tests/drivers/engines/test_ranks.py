@@ -5,10 +5,11 @@ import pickle
 import re
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,13 +28,13 @@ from pippy.drivers.engines.torchrun.torchrun import RanksLaunch, TorchrunEngine
 from pippy.drivers.protocol.commands import ComeIn, Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
-from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages import handed_sockets, rpc
 from pippy.drivers.wire.messages.controller_messages import ControllerConnections
 from pippy.drivers.wire.messages.doors import Invitation
 from pippy.drivers.wire.messages.handed_sockets import this_host
 from pippy.drivers.wire.messages.worker_messages import DeliveryFailure
 from pippy.drivers.wire.pickling import pickle_message, unpickle
-from tests.drivers.processes import few_descriptors, until, watched, within
+from tests.drivers.processes import Forked, few_descriptors, until, within
 
 DOOR = Invitation("", 0, b"")
 SCRIPTED = "tests.drivers.scripted_worker:Worker"
@@ -108,7 +109,7 @@ def board_of(store, rank, timeout=20.0):
 
 
 def engine_of(board, transport=None):
-    launch = RanksLaunch(SCRIPTED, ("a", "b"), transport, 5.0, None)
+    launch = RanksLaunch(worker=SCRIPTED, names=("a", "b"), transport=transport, timeout=5.0, patience=None)
     return TorchrunEngine(launch, RankInfo(0, 2, 0, 2, True), board)
 
 
@@ -194,23 +195,17 @@ def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_rea
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others():
     """It waited to the end of start_timeout, unless the store of torchrun ended before."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reading, writing = os.pipe()
-    if (pid := os.fork()) == 0:
+
+    def wait():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            board = RankBoard(TCPStore("127.0.0.1", store.port, is_master=False), 1, 60.0)
-            board.write("host", "a")
-            board.read("host", [0])
-        except KeyboardInterrupt:
-            os.write(writing, b"interrupted")
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with watched(pid), within(10), open(reading) as told:
-        assert RankBoard(store, 0, 60.0).read("host", [1]) == ["a"]
-        os.kill(pid, signal.SIGINT)
-        assert told.read().endswith("interrupted")
-    os.waitpid(pid, 0)
+        board = RankBoard(TCPStore("127.0.0.1", store.port, is_master=False), 1, 60.0)
+        board.write("host", "a")
+        board.read("host", [0])
+
+    rank = Forked(wait)
+    assert RankBoard(store, 0, 60.0).read("host", [1]) == ["a"]
+    os.kill(rank.pid, signal.SIGINT)
+    assert rank.ended()[1].endswith("KeyboardInterrupt\n")
 
 
 def test_a_rank_that_others_do_not_connect_with_by_rpc_does_not_wait_for_ever(monkeypatch):
@@ -220,20 +215,13 @@ def test_a_rank_that_others_do_not_connect_with_by_rpc_does_not_wait_for_ever(mo
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    reading, writing = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-            rpc.join_ranks(0, 2, store, "lo", 1.0, 5.0, 0)
-        except ClusterError as error:
-            os.write(writing, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with watched(pid), within(8), open(reading) as told:
-        text = told.read()
-    os.waitpid(pid, 0)
-    assert "rank 0 has met the others" in text
+
+    def join():
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        rpc.join_ranks(0, 2, store, "lo", 1.0, 5.0, 0)
+
+    _, text = Forked(join).ended()
+    assert "ClusterError: rank 0 has met the others" in text
     assert "start_timeout (1 s)" in text and "of the interface lo" in text and "TP_SOCKET_IFNAME" in text
 
 
@@ -292,6 +280,26 @@ def two_workers(timeout=3.0):
         worker.queue.close()
 
 
+@pytest.mark.parametrize(
+    "mapped, words",
+    [
+        (lambda *_: _raise(OSError(12, "no memory")), "no memory"),
+        (
+            lambda *_: SimpleNamespace(part=lambda start, size: bytes(size)),
+            "what the other process writes .* cannot be seen",
+        ),
+    ],
+)
+def test_sockets_come_only_with_memory_that_both_see(monkeypatch, mapped, words):
+    monkeypatch.setattr(handed_sockets, "map_shared", mapped)
+    (here, there), (own, theirs) = socket.socketpair(), socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, here, there, own, theirs:
+        taking = pool.submit(handed_sockets.take_over, there, 1)
+        for side in (lambda: handed_sockets.hand_over(here, [theirs]), taking.result):
+            with pytest.raises(OSError, match=words):
+                side()
+
+
 def test_two_workers_of_a_host_that_is_not_the_controller_s_share_memory():
     with two_workers() as (first, second):
         with few_descriptors(0), pytest.raises(OSError, match="Too many open files"):
@@ -309,6 +317,17 @@ def test_two_workers_of_different_hosts_get_a_connection_that_breaks_when_it_is_
             end = worker.transport.far_connections[peer].socket
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * 4 * 3.0
+
+
+def test_what_a_rank_is_told_of_its_neighbours():
+    """Values between the GPUs of a host may stay on them; the worker beside the script has no core to poll on."""
+    engine = TorchrunEngine(replace(engine_of(None).launch, names=tuple("abcd")), RankInfo(0, 4, 0, 4, True), None)
+    for worker, (host, device) in enumerate([("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0"), ("a", "cpu")]):
+        place = {"host": host, "machine": host, "memory": host, "cores": [worker], "device": device, "threads": 1}
+        engine.places.of[worker] = place
+    assert [engine._settings(worker).near for worker in range(4)] == [(1,), (0,), (), (0, 1)]
+    assert [engine._settings(worker).patience > 0 for worker in range(4)] == [False, True, True, True]
+    assert engine.routes.devices == ("cuda:0", "cuda:1", "cuda:0", "cpu")
 
 
 # -- the end
@@ -355,30 +374,24 @@ def after(seconds=0.3):
 )
 def test_how_a_rank_ends(tmp_path, does, how, status, words):
     """The end of its script counts, whatever it takes; a stage that hangs is named, and the process has not succeeded."""
-    store, (reading, writing) = FileStore(str(tmp_path / "store"), 2), os.pipe()
-    if (pid := os.fork()) == 0:
+
+    def run():
+        rank_worker.LEAVES_WITHIN = 0.1
+        if "memory" in how:
+            rank_worker.say = say_nothing
         try:
-            os.dup2(writing, 2)
-            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            rank_worker.LEAVES_WITHIN = 0.1
-            if "memory" in how:
-                rank_worker.say = say_nothing
             work(RankInfo(1, 2, 1, 2, True), board_of(FileStore(str(tmp_path / "store"), 2), 1), False)
         except SystemExit:
             after()
-        finally:
-            os._exit(99)
-    os.close(writing)
-    engine = engine_of(board_of(store, 0))
+
+    rank, engine = Forked(run), engine_of(board_of(FileStore(str(tmp_path / "store"), 2), 0))
     cluster = Cluster(engine.names, start(engine, 5.0, 60.0), engine)
-    with watched(pid), within(10), open(reading) as said:
-        cluster.session.send(1, (does, *[3] * (does == "echo")))
-        assert until(lambda: cluster.session.answer(cluster.session.urgent(1, ("doing",))))
-        if "gone" in how:
-            engine._at[1].lines.socket.shutdown(socket.SHUT_RDWR)
-        else:
-            engine.close("it is lost" if "lost" in how else None)
-        text = said.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status, text
-    assert re.fullmatch(words, text), text
+    cluster.session.send(1, (does, *[3] * (does == "echo")))
+    assert until(lambda: cluster.session.answer(cluster.session.urgent(1, ("doing",))))
+    if "gone" in how:
+        engine._at[1].lines.socket.shutdown(socket.SHUT_RDWR)
+    else:
+        engine.close("it is lost" if "lost" in how else None)
+    ended, text = rank.ended()
+    assert ended == status and re.fullmatch(words, text), text
     cluster.close()

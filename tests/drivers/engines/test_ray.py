@@ -125,15 +125,6 @@ def test_numbers_and_messages_are_those_of_the_local_cluster_and_lost_workers_co
         for name, value in run.driver.state_dict().items():
             assert torch.equal(value, state[name]), name
 
-        run.lose(far[0])
-        with pytest.raises(WorkerLostError):
-            run.step(STEPS)
-        for left, without in ((2, {far[0]}), (3, set())):  # without the lost worker, and then with another in its place
-            assert run.driver.recover(workers=left)["step"] == 2
-            assert workers.gone == without
-            assert (workers.workers[far[0]] in str(workers.routes)) == (not without)
-            run.steps(2, STEPS)
-            assert list(run.losses.values()) == pytest.approx(list(losses.values()), rel=1e-12)
         after = pids(workers)
     assert gone(after)
     assert not ray.is_initialized()
@@ -169,20 +160,12 @@ def test_a_placement_that_cannot_be_met_says_what_is_asked_and_what_there_is(nod
         ray.shutdown()
 
 
-def test_other_versions_are_refused(monkeypatch):
-    own = {**ray_engine.versions(), "ray": ray.__version__}
-    launch = ray_engine.RayLaunch("", ("a", "b"), ("cpu",) * 2, 1, {"CPU": 1.0}, "PACK", 5.0, None)
-    engine = ray_engine.RayEngine(launch)
-    monkeypatch.setattr(engine, "_where", lambda guest: {"host": "node7", "versions": {**own, "ray": "9.9"}})
-    guests = [ray_engine.RayGuest(0, "a"), ray_engine.RayGuest(1, None)]
-    for guest in guests:
-        with pytest.raises(ClusterError, match=r"ray: 9\.9"):
-            engine._make_ready(guest)
-    engine._failed = guests
-    with pytest.raises(ClusterError) as refused:
-        engine.check_left([0], [], 1.0)
-    lines = [f"  ray: 9.9 on node7 ({who}), {ray.__version__} here" for who in ("worker 'a'", "a spare")]
-    assert str(refused.value).splitlines()[1:] == [*lines, "install the same versions on each node"]
+def test_other_versions_are_refused(nodes, monkeypatch):
+    """Here the script is the other one. What an actor runs is said at the door."""
+    monkeypatch.setattr("pippy.drivers.wire.messages.doors.versions", lambda: {"Python": "2.7"})
+    refused = r"gets no connection with worker 'worker0' on .*it runs Python 2\.7, and this process Python 3.*install the same"
+    with pytest.raises(ClusterError, match=refused):
+        cluster(1, engine="ray", address=nodes.address)
 
 
 def test_a_ray_of_another_version_is_refused(nodes, monkeypatch):
@@ -246,7 +229,8 @@ def test_a_device_that_a_node_does_not_have_is_refused(nodes):
 
 def test_a_head_that_does_not_answer_is_told_within_a_bound(monkeypatch):
     monkeypatch.setattr(ray_engine, "_ENDS_WITHIN", 0.1)
-    launch = ray_engine.RayLaunch("", ("a", "b"), ("cpu",) * 2, 1, {"CPU": 1.0}, "PACK", 5.0, None)
+    given = {"worker": "", "names": ("a", "b"), "timeout": 5.0, "patience": None}
+    launch = ray_engine.RayLaunch(**given, devices=("cpu",) * 2, threads=1, bundle={"CPU": 1.0}, strategy="PACK")
     engine, over = ray_engine.RayEngine(launch), threading.Event()
     engine.ray = SimpleNamespace(is_initialized=lambda: True, nodes=over.wait)
     try:
@@ -263,7 +247,10 @@ REFUSED = [
     ({"engine": "monarch"}, "engine must be one of None, 'local', 'torchrun', 'ray'; this is 'monarch'"),
     ({"strategy": "SPREAD"}, "strategy='SPREAD' is an option of engine=\"ray\", and this cluster is on engine 'local'"),
     ({"engine": "local", "num_gpus": 1}, 'num_gpus=1 is an option of engine="ray"'),
-    ({"engine": "ray", "pin": True}, "pin=True is no option, and this cluster is on engine 'ray'; leave out pin"),
+    (
+        {"engine": "ray", "pin": True},
+        "pin=True is an option of cluster(n), and this cluster is on engine 'ray'; leave out pin",
+    ),
     ({"engine": "torchrun"}, "torchrun has not started this script; start it so"),
     ({"engine": "ray", "strategy": "TIGHT"}, "strategy must be one of 'PACK', 'SPREAD'"),
     ({"engine": "ray", "resources": {"CPU": -1}}, "resources has, for each worker, how much it reserves of what"),

@@ -52,7 +52,7 @@ def variable(patch, size):
         (executable, None, r"no Python can be started for 2 workers: sys.executable is None, .*sys.executable = '/usr"),
         (executable, "", r"sys.executable is '', and must be the path of a Python"),
         (executable, "/nowhere/python", r"sys.executable is '/nowhere/python', and must be"),
-        (variable, 200_000, r"too large for 2 workers: .*SOME_LARGE takes 200,012; .*131,072 for one.*from os.environ"),
+        (variable, 200_000, r"the environment is too large for 2 workers: .*131,072 bytes for one.*from os.environ"),
     ],
 )
 def test_a_start_that_the_system_refuses_says_why_and_what_to_do(disturbed, given, words, monkeypatch, quick_clusters):

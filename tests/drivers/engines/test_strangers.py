@@ -1,15 +1,24 @@
-"""Strangers at the ports of ranks that use RPC: while these start they can spoil the start, and later nothing."""
+"""Strangers can connect to no local cluster; at the ports of ranks that use RPC they can spoil the start, and later nothing."""
 
 import os
 import socket
+import threading
+import time
 from contextlib import ExitStack, suppress
 from functools import partial
 
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.wire.messages.sockets import hang_up_on_strangers
 from tests.drivers.processes import (
     HTTP,
     attack,
     come_by_the_thousand,
+    descendants,
     half_open,
     listening,
     ports_of,
@@ -86,3 +95,56 @@ def test_where_something_changes_addresses_on_the_way_nobody_is_taken_for_a_stra
         assert [end.recv(1) for end in ends] == [b"x", b"x"]
         hang_up_on_strangers(door.getsockname()[1], [{(ends[0].getsockname(), ends[0].getpeername())}])
         assert ends[1].recv(1) == b""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        pipe_split()
+        x = self.layers[1](x)
+        pipe_split()
+        return self.layers[2](x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_process_of_a_local_cluster_listens_while_it_starts():
+    """A port that is open for a moment is enough: what has connected stays connected."""
+    seen, over = set(), threading.Event()
+
+    def look():
+        while not over.is_set():
+            for pid in (os.getpid(), *descendants(os.getpid())):
+                with suppress(OSError):  # it has ended
+                    seen.update(listening([pid]))
+            time.sleep(0.002)
+
+    before = listening([os.getpid(), *descendants(os.getpid())])
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with local_cluster(2, threads=1):
+            pass
+    finally:
+        over.set()
+        thread.join()
+    assert seen <= before
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_process_of_a_local_cluster_listens():
+    """Every account of the host could connect, and have a pickle run."""
+    own = socket.create_server(("127.0.0.1", 0))  # one of the script, which stays
+    before = listening([os.getpid()])
+    with own, local_cluster(3, threads=1) as cluster:
+        workers = [address.pid for address in cluster.session.workers]
+        assert listening([os.getpid(), os.getsid(workers[0]), *workers]) == before
+        model, x = Net().double(), torch.randn(6, 4, dtype=torch.float64)
+        drivers = [PipelineDriver1F1B(pipeline(model), cluster, all_ranks=ranks) for ranks in ([0, 1, 2], [2, 0, 1])]
+        for driver in drivers:
+            torch.testing.assert_close(driver.run(2, x), model(x))
+        assert "waits for a command" in cluster.dump()
+        assert listening([os.getpid(), os.getsid(workers[0]), *workers]) == before

@@ -1,19 +1,21 @@
-"""What a process may have around its cluster: forks, a directory, blocked signals, no standard streams."""
+"""What a process may have around its cluster: forks, a directory, blocked signals, no standard streams, freed memory."""
 
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
-import traceback
 
 import pytest
+import torch
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.base.process import keep_freed_memory
 from pippy.drivers.engines.local import fork_server
 from pippy.drivers.engines.local.fork_server import Died
 from pippy.drivers.engines.local.local_cluster import _directory, local_cluster
-from tests.drivers.processes import hearing_of_deaths
+from tests.drivers.processes import Forked, hearing_of_deaths
 
 STAND_IN = "tests.drivers.scripted_worker:Worker"
 
@@ -28,26 +30,7 @@ def ask(cluster, worker, *message):
     return cluster.session.answer(cluster.session.send(worker, message))
 
 
-def forked(body, complaint):
-    """Run this in a fork of this process, which writes what it raises into a file. Returns its process."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            complaint.write_text(traceback.format_exc())
-        finally:
-            os._exit(1)
-    return pid
-
-
-def ended_well(pid, complaint):
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == 0, complaint.read_text() if complaint.exists() else status
-
-
-def test_a_fork_of_the_script_is_refused_its_cluster_and_keeps_nothing_alive(tmp_path):
+def test_a_fork_of_the_script_is_refused_its_cluster_and_keeps_nothing_alive():
     """Two processes read each other's answers at one socket, and waited for ever; a fork that lived on, as the workers of
     a DataLoader do, kept the end of the cluster waiting for two seconds."""
     reading, writing = os.pipe()
@@ -62,12 +45,12 @@ def test_a_fork_of_the_script_is_refused_its_cluster_and_keeps_nothing_alive(tmp
         os.read(reading, 1)  # and lives until the other is done
 
     cluster = start(2)
-    pid = forked(use, tmp_path / "complaint")
+    fork = Forked(use)
     os.close(reading)
     assert ask(cluster, 1, "echo", 2) == 2
     cluster.close()
     os.close(writing)
-    ended_well(pid, tmp_path / "complaint")
+    assert fork.ended() == (0, "")
     assert cluster.engine.fork_server.returncode == 0  # nobody had to kill it
 
 
@@ -92,8 +75,8 @@ def test_a_cluster_of_a_fork_without_streams_whose_signals_are_blocked_beside_fi
                 ask(own, 0, "block")
 
     with start(1):  # which the fork has, too, and may still open its own
-        pid = forked(use, tmp_path / "complaint")
-        ended_well(pid, tmp_path / "complaint")
+        status, said = Forked(use).ended()
+        assert status == 0, said
 
 
 def test_workers_start_though_the_directory_was_deleted(tmp_path, monkeypatch):
@@ -141,3 +124,27 @@ def test_a_worker_that_is_killed_when_memory_runs_out(monkeypatch, counts, words
 
 def test_a_signal_without_a_name():
     assert Died(0, -(signal.SIGRTMIN + 1)).how == f"killed by signal {signal.SIGRTMIN + 1}"
+
+
+SIZE = 1 << 25
+
+
+def usual_faults():
+    """The page faults of a tensor, at most, in half of the cases: the first ones find no piece that is large enough."""
+    found = []
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(SIZE // 4)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return sorted(found)[len(found) // 2]
+
+
+def test_later_tensors_take_no_page_faults():
+    """In a process of its own: its settings last as long as it does."""
+
+    def body():
+        keep_freed_memory()
+        os.write(2, str(usual_faults()).encode())
+
+    status, found = Forked(body).ended()
+    assert status == 0 and int(found) < 16

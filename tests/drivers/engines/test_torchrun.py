@@ -104,7 +104,7 @@ def test_without_torchrun_and_without_a_number(monkeypatch):
         ({"threads": 0}, "threads=0: give how many"),
         (
             {"pin": True},
-            "pin=True is for workers that .* starts, .*; leave out pin, or start the script without torchrun",
+            r"pin=True is an option of cluster\(n\), and this cluster is on engine 'torchrun'; leave out pin",
         ),
         ({"n": 1, "transport": "none"}, "transport must be one of None, 'shared_memory', 'rpc'; this is 'none'"),
         ({"patience": 2}, "patience=2: give how many .*, from 0 to 1"),

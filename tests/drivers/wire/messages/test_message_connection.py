@@ -1,13 +1,16 @@
-"""Messages over connections: in order, whatever way each takes; large ones, and ends that are gone."""
+"""Messages over connections, and to the controller's own process, in order whatever way they take; their queue."""
 
+import os
 import select
 import socket
 import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pippy.drivers.wire.messages.controller_messages import ControllerConnections
+from pippy.drivers.wire.messages.controller_messages import ControllerConnections, OwnMessages
 from pippy.drivers.wire.messages.worker_messages import (
     LIMIT,
     DeliveryFailure,
@@ -16,7 +19,7 @@ from pippy.drivers.wire.messages.worker_messages import (
     UrgentConnection,
     WorkerMessageConnection,
 )
-from pippy.drivers.wire.pickling import pickle_message, unpickle
+from pippy.drivers.wire.pickling import Pickled, pickle_by_value, pickle_message, unpickle
 from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.drivers.wire.worker_transport import WorkerTransport
 
@@ -211,3 +214,103 @@ def test_answers_that_are_given_while_others_wait_for_room_are_given_once():
     assert sorted(got) == list(range(5))
     here.connection.close()
     there.connection.close()
+
+
+@pytest.fixture
+def messages():
+    messages = MessageQueue()
+    yield messages
+    messages.close()
+
+
+def readable(messages):
+    return bool(select.select([messages], [], [], 0)[0])
+
+
+@given(st.permutations(range(8)), st.sets(st.integers(0, 7)))
+def test_any_order_of_arrival_is_put_right(order, skipped):
+    messages, expected = MessageQueue(), iter([number for number in range(8) if number not in skipped])
+    arrived, taken = set(), 0
+    for number in order:
+        messages.skip(number) if number in skipped else messages.put(number, number, print)
+        arrived.add(number)
+        while readable(messages):
+            assert messages.get().message == next(expected)
+            taken += 1
+        assert len(messages) == 0
+        through = next(n for n in range(9) if n not in arrived)
+        assert taken == len(set(range(through)) - skipped)
+    assert next(expected, None) is None
+    messages.close()
+
+
+def test_get_waits_for_another_thread(messages):
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(messages.get().message))
+    thread.start()
+    messages.put(0, "came", print)
+    thread.join(10)
+    assert taken == ["came"]
+
+
+def test_many_threads_fill_it(messages):
+    def fill(start):
+        for number in range(start, 1000, 4):
+            messages.put(number, number, print)
+
+    threads = [threading.Thread(target=fill, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    assert [messages.get().message for _ in range(1000)] == list(range(1000))
+    for thread in threads:
+        thread.join()
+    assert not readable(messages)
+
+
+def test_closing_gives_the_descriptor_back():
+    messages = MessageQueue()
+    fd = messages.fileno()
+    messages.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def storages(value):
+    return {each.untyped_storage().data_ptr() for each in value}
+
+
+def test_tensors_are_copied_once_each_way_and_keep_what_they_are(messages, monkeypatch):
+    own = OwnMessages(messages, str)
+    given = [torch.randn(2, 3).t(), torch.randn(4, dtype=torch.bfloat16)[::2], torch.ones(2, requires_grad=True)]
+    future = own.post(0, pickle_message({"tensors": given, "code": pickle_by_value(lambda: given[0])}))
+    delivery = messages.get()
+    taken = delivery.message["tensors"]
+    for one, other in zip(given, taken, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.requires_grad == other.requires_grad
+    assert taken[0].stride() == (1, 3) and taken[1].is_contiguous()
+    assert not storages(given) & storages(taken)
+    assert torch.equal(unpickle(delivery.message["code"])(), given[0])
+    weight = torch.nn.Parameter(torch.ones(3))
+    delivery.reply({"weight": weight})
+    answer = unpickle(future.value())["weight"]
+    with torch.no_grad():
+        weight.zero_()
+    assert answer.sum() == 3
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode(), torch.no_grad(), torch.device("meta")])
+def test_what_is_around_the_call_in_the_script_does_not_reach_the_worker(messages, around):
+    with around:
+        OwnMessages(messages, str).post(0, pickle_message(torch.ones(2, device="cpu")))
+    taken = messages.get().message
+    assert not taken.is_inference() and taken.device.type == "cpu"
+    (taken * torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def test_one_that_cannot_be_unpickled_is_answered_so_and_those_behind_it_go_on(messages):
+    own = OwnMessages(messages, answer=int)
+    failed = own.post(0, Pickled(b"no pickle", []))
+    assert isinstance(unpickle(failed.value()), DeliveryFailure)
+    own.post(1, pickle_message("next"))
+    assert messages.get().message == "next"
+    assert "ValueError" in unpickle(own.urgent(pickle_message("x")).value()).text
