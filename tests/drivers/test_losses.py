@@ -179,8 +179,8 @@ def cases(draw: st.DrawFn) -> Case:
             return Case(form, given_as(form, own), own, targets, pad and 0, words=(3,))
         habit = HABITS[name]
         own, of_words = habit.function, draw(st.booleans()) if habit.tokens is None else habit.tokens
-        targets, pad = (numbers, pad and torch.nan) if habit.numbers else (words, pad)
-        return Case(form, given_as(form, own), own, targets, pad, words=(3,) if of_words else ())
+        targets, missing = (numbers, torch.nan) if habit.numbers else (words, IGNORED)
+        return Case(form, given_as(form, own), own, targets, pad and missing, words=(3,) if of_words else ())
     loss, form = LOSSES[name], draw(st.sampled_from(FORMS))
     options = {key: draw(values) for key, values in loss.options.items()}
     options["reduction"] = draw(st.sampled_from(("mean", "sum", *(("batchmean",) * (name == "kl")))))

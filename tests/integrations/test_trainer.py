@@ -1,6 +1,7 @@
 """A PipelineTrainer has the losses of a Trainer, step by step, and so its gradient norms, learning rates and metrics."""
 
 import dataclasses
+from typing import Any
 
 import numpy
 import pytest
@@ -87,7 +88,7 @@ def unmasked(rows):
     return {"input_ids": ids, "labels": ids}
 
 
-OF_LAST = [(gpt2, unmasked, 9), (gpt2, padded, 15), (gpt2, padded, 9)]
+OF_LAST: list[Any] = [(gpt2, unmasked, 9), (gpt2, padded, 15), (gpt2, padded, 9)]
 OF_LAST += [(llama, unmasked, 15), (llama, padded, 9), (llama, unmasked, 10)]
 
 
