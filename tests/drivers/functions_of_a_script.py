@@ -1,4 +1,4 @@
-"""A script that workers cannot import: `test_script_objects.py` runs it as a file. Its classes and functions travel as code."""
+"""A script that workers cannot import: `test_changed_scripts.py` runs it as a file. What it defines travels as code."""
 
 import functools
 

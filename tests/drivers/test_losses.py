@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from exps.habits.losses import IGNORED
+from exps.habits.losses import LOSSES as HABITS
 from pippy import MicroBatches, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.drivers.plan.orders.registry import REGISTRY
@@ -80,16 +82,16 @@ def signs(x: torch.Tensor) -> torch.Tensor:
     return torch.randint(2, x.shape) * 2.0 - 1
 
 
-IGNORED = st.sampled_from((-100, 0, 2))
+INDICES = st.sampled_from((IGNORED, 0, 2))
 CLASS_WEIGHTS = st.sampled_from(
     (None, torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=torch.float64), torch.tensor([0.0, 2, 1, 0], dtype=torch.float64))
 )
-ENTROPY = {"weight": CLASS_WEIGHTS, "ignore_index": IGNORED, "label_smoothing": st.sampled_from((0.0, 0.2))}
+ENTROPY = {"weight": CLASS_WEIGHTS, "ignore_index": INDICES, "label_smoothing": st.sampled_from((0.0, 0.2))}
 SOFT = {"weight": CLASS_WEIGHTS, "label_smoothing": st.sampled_from((0.0, 0.2))}
 LOSSES = {
     "cross entropy": Loss(F.cross_entropy, nn.CrossEntropyLoss, labels, ENTROPY),
     "cross entropy of probabilities": Loss(F.cross_entropy, nn.CrossEntropyLoss, probabilities, SOFT),
-    "nll": Loss(F.nll_loss, nn.NLLLoss, labels, {"weight": CLASS_WEIGHTS, "ignore_index": IGNORED}),
+    "nll": Loss(F.nll_loss, nn.NLLLoss, labels, {"weight": CLASS_WEIGHTS, "ignore_index": INDICES}),
     "mse": Loss(F.mse_loss, nn.MSELoss, torch.randn_like, {}),
     "l1": Loss(F.l1_loss, nn.L1Loss, torch.randn_like, {}),
     "huber": Loss(F.huber_loss, nn.HuberLoss, torch.randn_like, {"delta": st.sampled_from((0.5, 1.0))}),
@@ -111,26 +113,12 @@ LOSSES = {
 }
 
 
-def masked(value: float) -> Callable[[Any, Any], Any]:
-    """A mean over the rows whose target is not this."""
-
-    def loss(output, target):
-        counts = target != value
-        return (output.square().sum(-1) * counts).sum() / counts.sum()
-
-    return loss
-
-
-def two_terms(output, target):
-    return F.cross_entropy(output, target) + 0.1 * output.square().mean()
-
-
-def two_means(output, target):
-    return F.cross_entropy(output, target, ignore_index=0) + 0.1 * output.square().mean()
-
-
 def words(x: torch.Tensor) -> torch.Tensor:
-    return torch.randint(CLASSES, x.shape[:2])
+    return torch.randint(CLASSES, x.shape[:-1])
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn(x.shape[:-1])
 
 
 def words_and_mask(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -151,25 +139,9 @@ def weighted_words(output, target):
     return (losses * target[1]).sum() / target[1].sum()
 
 
-SEQUENCES = {
-    "words": (lambda o, t: F.cross_entropy(o.transpose(1, 2), t, ignore_index=0), words),
-    "flat words": (lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), words),
-    "flat words, a sum": (lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum"), words),
-    "next words": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten(), ignore_index=0), words),
+IN_CONTAINERS = {
     "masked words": (masked_words, words_and_mask),
     "weighted words": (weighted_words, words_and_weights),
-}
-OWN = {
-    "masked": masked(3),
-    "masked, a value out of range": masked(7),
-    "two terms": two_terms,
-    "two means": two_means,
-    "a sum divided by a number": lambda o, t: F.cross_entropy(o, t, reduction="sum") / 8,
-    "a sum divided by the rows": lambda o, t: F.cross_entropy(o, t, reduction="sum") / t.size(0),
-    "root": lambda o, t: (o - t[:, None]).square().mean().sqrt(),
-    "all rows": lambda o, t: (o - o.mean(0)).square().mean() + t.sum() * 0,
-    "target counts": lambda o, t: (o.square().sum(1) * t).sum() / t.sum(),
-    "large ones": lambda o, t: (o.square().sum(1) * (t > 2)).sum() / (t > 2).sum(),
 }
 FORMS = ("module", "function", "lambda", "own module", "returned")
 
@@ -182,7 +154,7 @@ class Case:
     given: Any
     plain: Callable[[Any, Any], Any]
     targets: Callable[[torch.Tensor], Any]
-    pad: int | None
+    pad: float | None
     words: tuple[int, ...] = ()
 
     def batch(self, rows: list[bool]) -> tuple[torch.Tensor, Any]:
@@ -199,15 +171,16 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    name = draw(st.sampled_from((*LOSSES, *OWN, *SEQUENCES)))
-    if name in SEQUENCES:
-        (own, targets), form = SEQUENCES[name], draw(st.sampled_from(FORMS[2:]))
-        pad = -100 if name.startswith("flat") else draw(st.sampled_from((None, 0)))
-        return Case(form, given_as(form, own), own, targets, pad, words=(3,))
-    if name in OWN:
-        form, own = draw(st.sampled_from(FORMS[2:])), OWN[name]
-        pad = draw(st.sampled_from((-100, 0, 3, 7))) if "masked" in name else draw(st.sampled_from((None, 0, 3)))
-        return Case(form, given_as(form, own), own, labels, pad)
+    name = draw(st.sampled_from((*LOSSES, *HABITS, *IN_CONTAINERS)))
+    if name not in LOSSES:
+        form, pad = draw(st.sampled_from(FORMS[2:])), draw(st.sampled_from((None, IGNORED)))
+        if name in IN_CONTAINERS:
+            own, targets = IN_CONTAINERS[name]
+            return Case(form, given_as(form, own), own, targets, pad and 0, words=(3,))
+        habit = HABITS[name]
+        own, of_words = habit.function, draw(st.booleans()) if habit.tokens is None else habit.tokens
+        targets, missing = (numbers, torch.nan) if habit.numbers else (words, IGNORED)
+        return Case(form, given_as(form, own), own, targets, pad and missing, words=(3,) if of_words else ())
     loss, form = LOSSES[name], draw(st.sampled_from(FORMS))
     options = {key: draw(values) for key, values in loss.options.items()}
     options["reduction"] = draw(st.sampled_from(("mean", "sum", *(("batchmean",) * (name == "kl")))))
@@ -271,7 +244,7 @@ class Checked:
             self.advice, self.driver = "chunks=1", self.made(PipelineDriver1F1B)
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     case=cases(),
     padding=st.lists(st.lists(st.booleans(), min_size=4, max_size=9), min_size=2, max_size=2),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
 from pippy.errors import WorkerLostError
-from tests.comparisons import assert_state, update
+from tests.comparisons import assert_bits, assert_gradients, assert_state, update
 from tests.drivers.processes import close_open_cluster, within
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -167,9 +167,7 @@ def test_autocast_on_the_gpu_is_that_of_the_plain_model(held, dtype):
         wanted = torch.stack(parts).mean()
     wanted.backward()
     torch.testing.assert_close(found, wanted.detach().cpu(), rtol=1e-5, atol=1e-6)
-    gradients = driver.gradients()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad.cpu(), rtol=2e-2, atol=2e-3)
+    assert_gradients(driver, plain.cpu(), rtol=2e-2, atol=2e-3)
 
 
 def test_a_scaled_loss_skips_the_steps_that_overflow(held):
@@ -181,7 +179,7 @@ def test_a_scaled_loss_skips_the_steps_that_overflow(held):
         driver.run(4, *found)
     scaler.step(optimizer)
     scaler.update()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in driver.state_dict().items())
+    assert_bits(driver.state_dict(), before)
     assert scaler.get_scale() == 2.0**39
 
 
@@ -269,7 +267,7 @@ def test_parameters_are_made_where_they_are_and_every_placement_makes_the_same(h
         driver.initialize(seed=0)
         made.append(driver.state_dict())
         driver.close()
-    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
+    assert_bits(*made)
     assert made[0]["blocks.3.out.weight"].std() > 0.1
 
 
@@ -300,9 +298,7 @@ def test_compiled_stages_are_those_of_the_plain_model(held):
     wanted = token_loss(plain(x.cuda()), target.cuda())
     wanted.backward()
     torch.testing.assert_close(found, wanted.detach().cpu())
-    gradients = driver.gradients()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad.cpu(), rtol=1e-3, atol=1e-5)
+    assert_gradients(driver, plain.cpu(), rtol=1e-3, atol=1e-5)
     assert set(driver.compiled.values()) == {"compiled graphs for 1 form of inputs"}, driver.compiled
 
 

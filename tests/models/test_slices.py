@@ -91,12 +91,7 @@ def llama_in_stages(stages=3):
 
 @pytest.mark.parametrize(
     ("kind", "make", "loss_fn"),
-    [
-        (PipelineDriver1F1B, plain_gpt2, None),
-        (PipelineDriver1F1B, llama, of_logits),
-        (PipelineDriverFillDrain, plain_gpt2, of_logits),
-        (PipelineDriverFillDrain, llama, None),
-    ],
+    [(PipelineDriver1F1B, plain_gpt2, None), (PipelineDriverFillDrain, llama, of_logits)],
 )
 def test_slices_train_as_the_plain_model_does(threads, kind, make, loss_fn):
     model = make()

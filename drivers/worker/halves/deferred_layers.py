@@ -228,9 +228,8 @@ def deferrable_layers(stage: nn.Module) -> list[DeferrableLayer]:
 def _layer_for(module: nn.Module) -> DeferrableLayer | None:
     if "forward" in module.__dict__:  # somebody else has replaced it
         return None
-    if not {"weight", "bias"}.issubset(
-        module._parameters.keys()
-    ):  # spectral_norm and prune compute them; a list if scripted
+    # torch.nn.utils.spectral_norm and prune compute them; the keys of a scripted module are a list
+    if not {"weight", "bias"}.issubset(module._parameters.keys()):
         return None
     if type(module) is nn.Linear:  # a subclass may do anything in its forward
         return LinearLayer(module, module.out_features or 1)
