@@ -8,7 +8,7 @@ Method:   two workers, pinned, one intra-op thread each, 1F1B, 8 micro-batches: 
           rounds, and in brackets the quarter and three quarters. ``trials`` are the steps that the check sends to workers: of a
           few rows, and of all rows; each is one message to each worker. The plain model runs in the script's process.
 Finding:  two cores, busy (--rounds 3 --steps 4). Perceptron: 3 trials, first step 44.1 ms (43.3 to 44.6) checked and 7.5 not,
-          a later step 2.7: the check takes 13 of those. Decoder, tiny: 8 trials, 303 ms (295 to 321), 20.5 and 9.4: 30 of
+          a later step 2.7: the check takes 13 of those. Decoder, tiny: 9 trials, 303 ms (295 to 321), 20.5 and 9.4: 30 of
           them; small: 763 ms (742 to 790), 36 and 27: 27. Their loss is a function that calls torch's cross entropy: padding
           is tried, and the count that torch takes fits.
 """

@@ -185,11 +185,11 @@ class Comparisons:
         is_wide = self._is_wide(rows.division)
         key = rows.key, rows.sizes, weights, reduction.single, is_wide
         if key not in self._compared:
-            found = self._witness_of(rows, reduction.single, is_wide)
+            found = self._witness_of(rows, is_wide)
             self._compared[key] = self._compare(
                 (rows, reduction, found),
                 lambda: self._trial(rows, reduction, weights),
-                lambda: self._again(rows, reduction.single, found.numbers, is_wide),
+                lambda: self._again(rows, found.numbers, is_wide),
                 is_wide,
             )
         known = self._compared[key]
@@ -209,33 +209,32 @@ class Comparisons:
     def _trial(self, rows: TriedRows, reduction: LossReduction, weights: tuple[float, ...], number: int = 0) -> Tried:
         """Run the rows on the workers. Raises `CannotCompare` if they cannot be computed."""
         wide = self._is_wide(rows.division)
-        written = self._witness_of(rows, reduction.single, wide).written
+        written = self._witness_of(rows, wide).written
         how = HowTried(False, reduction.single, wide, number, written, self.follow)
         with self._surroundings(wide), _cannot("a part of the rows cannot be computed alone"):
             return self.trials.run(rows.divided(min(2, len(weights))), weights, how)
 
-    def _witness_of(self, rows: TriedRows, single: bool, wide: bool, turned: bool = False) -> WitnessStep:
+    def _witness_of(self, rows: TriedRows, wide: bool, turned: bool = False) -> WitnessStep:
         """The right numbers of some rows, which are computed once; with other rounding if the rows are ``turned``."""
         key = rows.key, turned, wide
         if key not in self._witnessed:
             with self._surroundings(wide), _cannot("a few of the rows cannot be computed alone"):
-                self._witnessed[key] = self._computed(rows.divided(1, turned=turned), single, wide, watch=not turned)
+                self._witnessed[key] = self._computed(rows.divided(1, turned=turned), wide, watch=not turned)
         return self._witnessed[key]
 
-    def _computed(self, division: Division, single: bool, wide: bool, watch: bool) -> WitnessStep:
+    def _computed(self, division: Division, wide: bool, watch: bool) -> WitnessStep:
         if self.witness is not None:
             return self._measured_step(self.witness, division, replace(self._how(wide), watch=watch))
-        weights = self.weights(division, LossReduction(None, single))
-        tried = self.trials.run(division, weights, HowTried(watch=watch, single_loss=single, wide=wide))
+        tried = self.trials.run(division, (1.0,), HowTried(watch=watch, wide=wide))
         return WitnessStep(dict(tried.numbers), frozenset(), tried.asked)
 
     def _how(self, wide: bool) -> HowWitnessed:
         return HowWitnessed(wide=torch.float32 if wide else None, hooks=self.trials.calls_hooks)
 
-    def _again(self, rows: TriedRows, single: bool, right: Numbers, wide: bool) -> Numbers:
+    def _again(self, rows: TriedRows, right: Numbers, wide: bool) -> Numbers:
         """The right numbers with other rounding."""
         if self.witness is None:
-            return self._witness_of(rows, single, wide, turned=True).numbers
+            return self._witness_of(rows, wide, turned=True).numbers
         with self._surroundings(wide), _cannot("a few of the rows cannot be computed alone"):
             return self.witness.rounded_otherwise(rows, self._how(wide), right)
 
