@@ -166,6 +166,8 @@ class Door:
         with self._opened:
             while self._is_open() and self._serve():
                 pass
+            for each in [each for each in self._standing.values() if each.number is not None]:
+                self._hear(each)  # who has taken the connection already takes itself to be let in
             for each in list(self._standing.values()):
                 self._send_away(each)
 

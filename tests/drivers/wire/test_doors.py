@@ -323,3 +323,13 @@ def test_another_user_is_refused_by_both_ends(monkeypatch):
             come_in(wrong, 1, 5.0)
         come_in(door.invitation, 1, 5.0).close()
         taken.get(timeout=10).close()
+
+
+def test_who_has_come_in_is_taken_although_the_door_closes():
+    """A worker says that it has joined once it takes the connection: it was dropped if the door had not read that yet."""
+    taken: list[int] = []
+    for number in range(50):
+        door = Door("127.0.0.1", None, lambda number, end: (taken.append(number), end.close()), 10.0)
+        with come_in(door.invitation, number, 10.0):
+            door.close()
+    assert taken == [*range(50)]
