@@ -27,7 +27,7 @@ from pippy.drivers.driver.check.report import CheckReport, stage_of_call, stages
 from pippy.drivers.driver.check.rows import WholeRows
 from pippy.drivers.driver.check.witness import HowWitnessed, Witness, named_outputs, rounded_otherwise, turned_numbers
 from pippy.drivers.driver.steps.results import LossAndOutputs, model_output
-from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.model_on_workers import ModelOnWorkers, RemoteParameters
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.model.recovery.points import ControllerState
 from pippy.drivers.placement.replicas import RunningStatistics
@@ -309,26 +309,26 @@ def result_numbers(result: Any) -> dict[ComparedKey, Any]:
     return numbers if result is None else {**numbers, ("loss", ""): result}
 
 
-def witness_of(driver: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[], bool]) -> Witness | None:
-    """The user's model of a driver, for a graph of it; None if no process holds it. ``is_fresh`` says if its numbers are those
+def witness_of(parameters: RemoteParameters, compiled: Compiled, is_fresh: Callable[[], bool]) -> Witness | None:
+    """The user's model, for a graph of it; None if no process holds it. ``is_fresh`` says if its numbers are those
     of the workers."""
-    model = model_of(driver.pipe)
+    model = model_of(parameters.pipe)
     if model is None or any(each.is_meta for _, each in named_state(model)):
         return None
 
     def numbers() -> Mapping[str, Any]:
         if is_fresh():
             return {}
-        names = [*first_names(driver.pipe).values(), *_buffers_of_loss(driver)]
-        return driver.parameters.fetch(name for name in names if driver.placed.locations(name))
+        names = [*first_names(parameters.pipe).values(), *_buffers_of_loss(parameters)]
+        return parameters.fetch(name for name in names if parameters.placed.locations(name))
 
-    return Witness(model, loss_of(driver.pipe), compiled, numbers)
+    return Witness(model, loss_of(parameters.pipe), compiled, numbers)
 
 
-def _buffers_of_loss(driver: ModelOnWorkers) -> list[str]:
+def _buffers_of_loss(parameters: RemoteParameters) -> list[str]:
     """The names of the loss's buffers that its forward may have changed. Those that the script has set, steps are given."""
-    loss, held = loss_of(driver.pipe), driver.compiled_pipe.loss_module
-    set_by_script = {name for _, name in driver.watch.settings.get(LOSS, {})}
+    loss, held = loss_of(parameters.pipe), parameters.placed.compiled.loss_module
+    set_by_script = {name for _, name in parameters.watch.settings.get(LOSS, {})}
     if not isinstance(loss, nn.Module) or type(held) is not type(loss):
         return []
     return [f"{LOSS}.{name}" for name, _ in held.named_buffers() if name.rpartition(".")[2] not in set_by_script]

@@ -55,7 +55,7 @@ from pippy.drivers.driver.check.report import (
 from pippy.drivers.driver.check.rows import NoRows, TriedRows, WholeRows, edited, kinds_of, made_unlike, places_of
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
-from pippy.drivers.driver.steps.prepared_step import StepCall
+from pippy.drivers.driver.steps.prepared_step import StepRequest
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
@@ -112,7 +112,7 @@ class FirstStep:
     def _loss_reduction(self) -> LossReduction:
         return LossReduction(self.how, self.single_loss)
 
-    def check(self, call: StepCall, run: RunWhole) -> None:
+    def check(self, call: StepRequest, run: RunWhole) -> None:
         """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
         cannot be compared. ``run`` runs the step as a trial."""
         division, parts = call.division, call.plan.parts
@@ -156,7 +156,7 @@ class FirstStep:
                     return True
         return False
 
-    def _kind(self, call: StepCall) -> Any:
+    def _kind(self, call: StepRequest) -> Any:
         """The kind of a step, all that decides whether it may be cut: the modes of modules, the kinds of arguments, the graphs,
         and the number of rows where forward asks for it."""
         division, graphs = call.division, [each.graph for each in call.plan.parts]
@@ -167,7 +167,7 @@ class FirstStep:
 
     # What is compared
 
-    def _check(self, call: StepCall, run: RunWhole, with_padding: bool) -> Checked:
+    def _check(self, call: StepRequest, run: RunWhole, with_padding: bool) -> Checked:
         division, columns, reasons = call.division, call.columns, []
         sets: Sequence[RowComparison] = ()
         loaded = division
@@ -202,7 +202,7 @@ class FirstStep:
             )
         return self._said(loaded, sets, whole)
 
-    def _needs_all(self, call: StepCall) -> bool:
+    def _needs_all(self, call: StepRequest) -> bool:
         """Whether forward may do something else for all rows than for a part of them, however few."""
         return call.plan.is_of_other_rows or self._fails_for_all(call.division)
 
@@ -212,7 +212,7 @@ class FirstStep:
             return False
         return failed_guard(self.compiled, division.uncut()) is not None
 
-    def _check_parts(self, call: StepCall, run: RunWhole) -> Checked:
+    def _check_parts(self, call: StepRequest, run: RunWhole) -> Checked:
         """Compare all rows of a step whose micro-batches go by several graphs."""
         if self.witness is None:
             raise MicrobatchError(NOT_COMPARED.format("no process holds the plain model"))
@@ -500,7 +500,7 @@ def _masks(asked: TrialNotes) -> list[ComputedChoice]:
 
 
 @contextmanager
-def _rows_decide(call: StepCall) -> Iterator[None]:
+def _rows_decide(call: StepRequest) -> Iterator[None]:
     """Have an error say that forward depends on the number of rows, if micro-batches go by graphs for other numbers."""
     try:
         yield
