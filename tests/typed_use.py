@@ -10,7 +10,7 @@ import pippy
 import pippy.errors
 from pippy import Cluster, Pipe, PipelineDriver, PipelineDriver1F1B, SplitPoint, cluster, pipe_split, pipeline
 from pippy.drivers.count.driver_memory import DriverMemory
-from pippy.drivers.driver.steps.results import RunningStep
+from pippy.drivers.driver.steps.results import PostedStep
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.plan import Program, Simulation, make_schedule, simulate
@@ -48,7 +48,7 @@ def train() -> None:
         except StepError as error:
             refused: PippyError = error
             raise DriverError(str(refused)) from error
-        assert_type(driver.run_async(4, x, x), RunningStep)
+        assert_type(driver.run_async(4, x, x), PostedStep)
         assert_type(driver.clip_grad_norm_(1.0), torch.Tensor)
         optimizer.step()
         program = assert_type(driver.program(4), Program)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from html import escape
 from os import PathLike
 from typing import Any
@@ -49,7 +49,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
 )
 from pippy.drivers.driver.steps.graphs import StepGraph
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule
-from pippy.drivers.driver.steps.results import RunningStep
+from pippy.drivers.driver.steps.results import PostedStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates, evaluating, loss_alone
 from pippy.drivers.engines.cluster import Cluster, DriverPlaces, current_cluster
 from pippy.drivers.generation.generation import TokenGeneration
@@ -57,13 +57,13 @@ from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.optimizers.stale_models import watch_gradients
 from pippy.drivers.model.recovery.recovery import NotReplaced
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.placement.replicas import RunningStatistics, Topology
+from pippy.drivers.placement.replicas import Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.cost.held_bytes import PipeBytes
 from pippy.drivers.plan.passes.rewrites import has_halves
 from pippy.drivers.protocol.compile_options import compile_options
 from pippy.drivers.protocol.programs import AskCompiled
-from pippy.drivers.report.model_names import model_names
+from pippy.drivers.report.model_names import ModelNames, model_names
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.driver_commands import DriverCommands, NonFiniteGradients, first_numbers, in_turn
 from pippy.ir.base import source
@@ -137,6 +137,7 @@ class PipelineDriverBase(ModelOnWorkers):
         compiled = compiled_of(pipe)
         self._out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
         budget = Budget.of(check)
+        self._recordings: list[Recording] = []
         self._first_check = (by_step, budget) if budget is not None and compiled.loss is not None else None
         compile_with, numbers = compile_options(compile), first_numbers(keyed_random)
         there, gone = len(self.cluster), self.cluster.gone
@@ -173,11 +174,14 @@ class PipelineDriverBase(ModelOnWorkers):
         limit = self._out_of_order if given_for_it else bool(self._out_of_order)
         to_send = self.placed, self.commands, self.cluster.hosts_of, self.placement.workers
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
-        statistics = RunningStatistics(self.compiled_pipe, self.replicas)
-        to_run = self.ranks, self.placement, self.programs, self._auto
-        self.steps = StepRunner(self, settings, *to_run, statistics, self._sliced)
-        if self._first_check is not None:
-            self.steps.check_first(self.replicas == 1, *self._first_check)
+        recovery = self.recovery
+
+        def scale() -> float | None:
+            return None if recovery.scaler is None else recovery.scaler.scale_of_steps
+
+        of_model = self, self._optimizers, scale, self.cluster
+        how = self._sliced, self._recordings, self._first_check
+        self.steps = StepRunner(*of_model, settings, arrangement, self.programs, *how)
         self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])
         self._places = DriverPlaces.of(type(self).__name__, self.placed.replicas)
 
@@ -332,7 +336,7 @@ class PipelineDriverBase(ModelOnWorkers):
         surroundings = surroundings_of("check")
         self.steps.follow()
         self.commands.wait()
-        call = self.steps.call(surroundings, chunks, args, kwargs, None)
+        call = self.steps.request(surroundings, chunks, args, kwargs, None)
         plain = checked_model(self, model)
         rows = self.steps.datasets.loaded_here(call.division, call.columns, call.trains)
         try:
@@ -360,7 +364,7 @@ class PipelineDriverBase(ModelOnWorkers):
         return self.programs.schedule.example(chunks=max(2, workers), workers=workers).chunks
 
     @in_turn
-    def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
+    def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> PostedStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
         self.saving.raise_error()
         check_chunks(chunks, self._auto)
@@ -492,11 +496,9 @@ class PipelineDriverBase(ModelOnWorkers):
             return
         if arrangement.schedule.auto is not None:
             arrangement.schedule.auto.forget()
-        recording = self.steps.recording
         self.placed.place(arrangement.replicas)
         self.commands.place(self.placed.workers, bool(self.placed.replicated))
         self._arrange(arrangement)
-        self.steps.recording = recording
         self.cluster.open_drivers[self.number] = self._places
 
     def _send_again(self, workers: Collection[int]) -> None:
@@ -505,6 +507,15 @@ class PipelineDriverBase(ModelOnWorkers):
         self._generation.forget()
         self.steps.forget(workers)
 
+    @cached_property
+    def _model_names(self) -> ModelNames:
+        return model_names(self.compiled_pipe)
+
+    @property
+    def recording(self) -> Recording | None:
+        """What notes the steps that begin now, if something does: the innermost `record`."""
+        return self._recordings[-1] if self._recordings else None
+
     @contextmanager
     def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:
         """Note what each worker does when in the steps that begin inside; the latest ``limit`` are kept.
@@ -512,12 +523,12 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        recording = Recording(limit, memory=memory, model=model_names(self.compiled_pipe))
-        before, self.steps.recording = self.steps.recording, recording
+        recording = Recording(limit, memory=memory, model=self._model_names)
+        self._recordings.append(recording)
         try:
             yield recording
         finally:
-            self.steps.recording = before
+            self._recordings.pop()
 
     @contextmanager
     def profile(

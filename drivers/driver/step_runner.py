@@ -14,24 +14,27 @@ from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refusals import refuse_inputs
 from pippy.drivers.batch.slices import SlicedCalls
-from pippy.drivers.choice.auto import UNMEASURED, Auto, StepPurpose
+from pippy.drivers.choice.auto import UNMEASURED, StepPurpose
 from pippy.drivers.choice.given_limits import DividedCall, call_to_fit, fails_guard
 from pippy.drivers.count.fake_errors import UncountedError
+from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.driver.check.check_step import StepAside, result_numbers, witness_of
 from pippy.drivers.driver.check.comparisons import Budget, room
 from pippy.drivers.driver.check.differences import Numbers
 from pippy.drivers.driver.check.first_step import FirstStep
 from pippy.drivers.driver.check.trial_steps import TrialBytes, TrialSteps, Tried
 from pippy.drivers.driver.data import SentDatasets, check_no_columns, columns_in
+from pippy.drivers.driver.steps.arrangement import Arrangement
 from pippy.drivers.driver.steps.driver_arguments import StepSettings
 from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph, StepPlan
-from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
+from pippy.drivers.driver.steps.prepared_step import StepRequest, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
-from pippy.drivers.driver.steps.results import Results, RunningStep, asked_outputs
+from pippy.drivers.driver.steps.results import PostedStep, Results, asked_outputs
+from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.placement.placed_pipe import PlacedHooks, PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics
-from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.state import TensorLocation
 from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.record import Recording
@@ -48,54 +51,54 @@ GraphCount = tuple[StepGraph, Division, Any]  # the graph, the micro-batches, an
 
 
 class StepRunner:
-    """Runs the steps of a driver, which is ``model``. ``ranks`` are its workers; ``auto``, if any, chooses the schedule.
+    """Runs the steps of a Pipe whose ``model`` is on workers: those of the ``arrangement``, by its schedule.
 
-    ``sliced`` divides the calls of a driver that cuts sequences into slices.
+    ``scale`` gives the number that the loss of the next step is multiplied by, if any. ``sliced`` divides the calls of a driver
+    that cuts sequences into slices. The latest of the ``recordings`` notes the steps. ``first_check`` says how the first step
+    is checked, if it is: whether buffers are compared as they are after the step, and within which budget.
     """
 
     def __init__(
         self,
         model: ModelOnWorkers,
+        optimizers: Sequence[PipelineOptimizer],
+        scale: Callable[[], float | None],
+        cluster: Cluster,
         settings: StepSettings,
-        ranks: Sequence[int],
-        placement: Placement,
+        arrangement: Arrangement,
         programs: DriverPrograms,
-        auto: Auto | None,
-        statistics: RunningStatistics,
-        sliced: SlicedCalls | None = None,
+        sliced: SlicedCalls | None,
+        recordings: Sequence[Recording],
+        first_check: tuple[bool, Budget] | None,
     ) -> None:
-        self.model, self.settings, self.programs = model, settings, programs
-        self.ranks, self.placement = ranks, placement
-        self.compiled, self.placed, self.commands = model.compiled_pipe, model.placed, model.commands
+        self.model, self.optimizers, self.scale = model, optimizers, scale
+        self.settings, self.programs, self.recordings = settings, programs, recordings
+        self.ranks, self.placement = arrangement.ranks, arrangement.placement
+        self.is_single, self._auto = arrangement.schedule.replicas == 1, arrangement.schedule.auto
+        self.placed, self.commands, pipe = model.placed, model.commands, model.pipe
+        self.compiled, self.workers = self.placed.compiled, cluster.workers
+        self.session, self.device = cluster.session, torch.device(cluster.device_type)
         specs = settings.chunk_spec, settings.batch_dims, settings.mask
-        self.graphs = DriverGraphs(
-            StepGraph(0, model.pipe, model.placed, programs, given_in_example(model.pipe)),
-            specs,
-            self._placed_alike,
-        )
-        self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
-        self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
-        self.hooks = PlacedHooks(model.pipe, self.placed)
-        self.recording: Recording | None = None
-        self._auto, self._statistics, self._sliced = auto, statistics, sliced
+        first = StepGraph(0, pipe, self.placed, programs, given_in_example(pipe))
+        self.graphs = DriverGraphs(first, specs, self._placed_alike)
+        self.datasets = SentDatasets(self.compiled, self.commands, self.workers, settings.loss_reduction)
+        self.hooks = PlacedHooks(pipe, self.placed)
+        self._statistics = RunningStatistics(self.compiled, arrangement.schedule.replicas)
+        self._sliced = sliced
         self._flags: Flags = {}  # of modules and parameters, when they were noted last
         self._has_run = False  # whether workers may have other buffers than the model in this process
         self._probed: set[tuple[int, int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self.first_steps: dict[int, FirstStep] = {}  # by the graph's number
-        self._checked_by: tuple[bool, bool, Budget] | None = None
-
-    def check_first(self, is_single: bool, by_step: bool, budget: Budget) -> None:
-        """Have the first step checked. ``is_single`` says that there is one pipeline, ``by_step`` how buffers are compared."""
-        self._checked_by = is_single, by_step, budget
-        self._check_of(self.graphs.all[0])
+        self._first_check = first_check
+        self._check_of(first)
 
     def _check_of(self, graph: StepGraph) -> None:
         """Have the first steps of a graph checked, if the driver checks any."""
-        if self._checked_by is None:
+        if self._first_check is None:
             return
-        settings, (is_single, by_step, budget) = self.settings, self._checked_by
+        settings, (by_step, budget) = self.settings, self._first_check
         given = graph.placed, graph.programs, self.commands, self.datasets, settings.timeout, self.device.type
-        may_be_single = self.compiled.loss_module is not None and is_single
+        may_be_single = self.compiled.loss_module is not None and self.is_single
         of_loss = settings.loss_reduction, settings.single_loss, may_be_single
         witness = witness_of(self.model, graph.compiled, lambda: not self._has_run and self.model.stale.is_current)
         found = None if self.first_step is None else self.first_step.found
@@ -111,8 +114,7 @@ class StepRunner:
         """Another graph, with its stages on the same workers."""
         first, placed = self.graphs.all[0], self.placed
         replicas = placed.replicas
-        own = PlacedPipe(compiled_of(other.pipe), replicas[0], placed.compile, replicas[1:], number)
-        own.buckets = placed.buckets
+        own = PlacedPipe(compiled_of(other.pipe), replicas[0], placed.compile, replicas[1:], number, placed.buckets)
         programs = first.programs.of_graph(other.pipe, own)
         made = StepGraph(number, other.pipe, own, programs, given, why, other.held)
         self._check_of(made)
@@ -158,7 +160,7 @@ class StepRunner:
             return self._sliced.divide(self.compiled, chunks, args, kwargs)
         return divide_call(self.compiled, chunks, args, kwargs, settings.chunk_spec, settings.batch_dims, settings.mask)
 
-    def run(self, chunks: int | None, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> RunningStep:
+    def run(self, chunks: int | None, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> PostedStep:
         """Begin a step. One that may fail a guard of the model is waited for, and begun again by other graphs if it does."""
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = surroundings_of("run")
@@ -169,7 +171,7 @@ class StepRunner:
             chunks = self._count_of_chunks(fitted) if chunks is None else chunks
         assert chunks is not None
         while True:
-            call = self.call(surroundings, chunks, args, kwargs, outputs)
+            call = self.request(surroundings, chunks, args, kwargs, outputs)
             plan = call.plan
             try:
                 running = self._begin(call, chunks, fitted)
@@ -207,7 +209,7 @@ class StepRunner:
                     raise
                 self.graphs.reject(plan, part.first, error)
 
-    def _begin(self, call: StepCall, chunks: int, fitted: DividedCall | None) -> RunningStep:
+    def _begin(self, call: StepRequest, chunks: int, fitted: DividedCall | None) -> PostedStep:
         """Check a call, if it is the first of its kind, and send it."""
         plan, first_step = call.plan, self.first_steps.get(call.plan.graph.number)
         results = self.results(call, self.settings.output_spec)
@@ -224,7 +226,7 @@ class StepRunner:
             what = "without a loss" if self.compiled.loss is None else "with check=False"
             raise MicrobatchError(_OTHER_ROWS.format(why=plan.parts[-1].graph.why, what=what))
         unprobed = (plan.graph.number, chunks, call.trains, call.outputs is not None)
-        record, is_one = self.recording, len(plan.parts) == 1
+        record, is_one = self.recordings[-1] if self.recordings else None, len(plan.parts) == 1
         steps = self._prepared(
             call,
             sent,
@@ -234,17 +236,23 @@ class StepRunner:
             probe_outputs=is_one and unprobed not in self._probed and _can_probe(call, results),
             watch=first_step is not None and first_step.watches and call.trains,
         )
-        running = RunningStep(self.session, results, partial(self._accepted, unprobed, first_step), plan.renames())
+
+        def accept(answers: Mapping[int, StepResult]) -> None:
+            results.accept(answers)
+            if first_step is not None:
+                first_step.check_choices_of(answers)
+            self._probed.add(unprobed)
+
         self.session.wait_given_up()
         note = measured = None
         if record is not None:
             note = self._note(record, call, sent)
         if self._auto is not None and call.trains and plan.is_plain:
             measured = self._auto.begin(chunks, sent[0].lowered.program, self.ranks)
-        posted, self._has_run = self._post(steps, call, running), True
+        posted, self._has_run = self._post(steps, call, accept), True
         if measured is not None:
             measured(partial(self.session.wait, posted))
-        return running.posted(posted, note)
+        return PostedStep(self.session, posted, results, note)
 
     def _programs_for(
         self, plan: StepPlan, chunks: int, trains: bool, fitted: DividedCall | None = None
@@ -259,10 +267,10 @@ class StepRunner:
         return UNMEASURED, [each.graph.programs.plain((each.end - each.first) // slices, trains) for each in plan.parts]
 
     def _note(
-        self, record: Recording, call: StepCall, sent: Sequence[SentProgram]
+        self, record: Recording, call: StepRequest, sent: Sequence[SentProgram]
     ) -> Callable[[Mapping[int, StepResult]], None]:
         """What notes the answers of a recorded step, part by part."""
-        names = [self.model.cluster.workers[rank] for rank in self.ranks]
+        names = [self.workers[rank] for rank in self.ranks]
         notes = [
             record.begin(
                 its.lowered.program, self.ranks, names, batch_size(call.plan.inputs(part), part.graph.compiled)
@@ -276,7 +284,7 @@ class StepRunner:
 
         return note
 
-    def aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
+    def aside(self, call: StepRequest, outputs: bool, see: bool) -> StepAside:
         """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
         call = replace(call, outputs=outputs)
         chunks, plan = call.division.row_chunks, call.plan
@@ -291,13 +299,12 @@ class StepRunner:
                 self._check_first(first_step, call, sent)
         results = self.results(call, self.settings.output_spec if outputs else None)
         answers: list[Mapping[int, StepResult]] = []
-        running = RunningStep(self.session, results, renames=plan.renames())
-        posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
-        result = running.posted(posted, answers.append).result()
+        posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, results.accept)
+        result = PostedStep(self.session, posted, results, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
         return StepAside(result, results.weights, seen)
 
-    def _check_first(self, first_step: FirstStep, call: StepCall, sent: Sequence[SentProgram]) -> None:
+    def _check_first(self, first_step: FirstStep, call: StepRequest, sent: Sequence[SentProgram]) -> None:
         """Check a step, if none of its kind was checked. The witness leaves the model as it was; versions of tensors rise.
 
         Of steps without gradients, those are checked whose micro-batches go by other graphs than all of their rows may.
@@ -320,7 +327,7 @@ class StepRunner:
     def _tried(
         self,
         first_step: FirstStep,
-        call: StepCall,
+        call: StepRequest,
         sent: Sequence[SentProgram],
         division: Division,
         written: frozenset[str],
@@ -340,27 +347,25 @@ class StepRunner:
         }
 
         def result(answers: Mapping[int, StepResult]) -> Numbers:
-            running = RunningStep(self.session, results, renames=call.plan.renames())
-            running.accept(answers)
-            return result_numbers(running.result())
+            return result_numbers(results.accept(answers))
 
         return first_step.trials.of_step(steps, written, follow, result, results.weights)
 
-    def call(
+    def request(
         self,
         surroundings: Surroundings,
         chunks: int,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         outputs: bool | None,
-    ) -> StepCall:
+    ) -> StepRequest:
         """What a step is asked to do. Raises if an argument cannot be cut, or cannot be sent."""
         trains = self.trains
         refuse_inputs([*args, *kwargs.values()], trains)
         plan = self.planned(chunks, args, kwargs)
         hooks = self.hooks.now() if trains else self.commands.hooks
-        scale = self.model._grad_scaler.scale_of_steps if self.model._grad_scaler is not None and trains else None
-        return StepCall(plan, plan.division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
+        scale = self.scale() if trains else None
+        return StepRequest(plan, plan.division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
 
     def planned(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepPlan:
         """By which graphs a call goes."""
@@ -369,7 +374,9 @@ class StepRunner:
         division = self.divided(chunks, args, kwargs)
         return StepPlan((GraphPart(self.graphs.all[0], 0, division.chunks),), {0: division})
 
-    def _prepared(self, call: StepCall, sent: Sequence[SentProgram], results: Results, **how: Any) -> dict[int, Step]:
+    def _prepared(
+        self, call: StepRequest, sent: Sequence[SentProgram], results: Results, **how: Any
+    ) -> dict[int, Step]:
         """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
         self._check_parts(call.plan)
         message = replace(call.message(sent[0], results.weights, call.trains and self._adds_up(call.hooks)), **how)
@@ -384,8 +391,10 @@ class StepRunner:
         if len(plan.parts) > 1 and what:
             raise MicrobatchError(_ONE_GRAPH.format(what=what, why=plan.parts[-1].graph.why))
 
-    def _post(self, steps: Mapping[int, Step], call: StepCall, running: RunningStep) -> PendingCommand:
-        accept = running.accept if call.scale is None else self.commands.nonfinite.step(running.accept)
+    def _post(
+        self, steps: Mapping[int, Step], call: StepRequest, accept: Callable[[Mapping[int, StepResult]], Any]
+    ) -> PendingCommand:
+        accept = accept if call.scale is None else self.commands.nonfinite.step(accept)
         reduce = any(step.reduce for step in steps.values())
         return self.commands.post_step(steps, call.trains, reduce, self.settings.timeout, call.surroundings, accept)
 
@@ -403,8 +412,10 @@ class StepRunner:
         def divided(chunks: int) -> Division:
             return self.divided(chunks, args, kwargs)
 
-        states = [each.counted() for each in self.model._optimizers]
-        return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states, self.placed.compile)
+        return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, self._states(), self.placed.compile)
+
+    def _states(self) -> list[CountedOptimizer]:
+        return [each.counted() for each in self.optimizers]
 
     def trial_bytes(self, graph: StepGraph) -> TrialBytes:
         """What counts the bytes of trials."""
@@ -414,7 +425,7 @@ class StepRunner:
         """Whether a trial with these rows keeps the limit of bytes."""
         if self._auto is None or not self._auto.counts_bytes:
             return True
-        return self.trial_bytes(graph).fit(rows, self._auto.limits, [each.counted() for each in self.model._optimizers])
+        return self.trial_bytes(graph).fit(rows, self._auto.limits, self._states())
 
     def witness_bytes(self, graph: StepGraph, division: Division) -> int:
         """The bytes that the check of the first step takes in this process."""
@@ -422,20 +433,12 @@ class StepRunner:
         witness = None if first_step is None else first_step.witness
         return 0 if witness is None else self.trial_bytes(graph).of_witness(division, room(witness.device))
 
-    def results(self, call: StepCall, output_spec: Any) -> Results:
+    def results(self, call: StepRequest, output_spec: Any) -> Results:
         """What puts together the result of a call."""
         graph = call.plan.graph
         how = self.settings.loss_reduction if self.first_step is None else self.first_step.how
         given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
-        return Results(graph.compiled, graph.placed.value_names, call.division, *given)
-
-    def _accepted(
-        self, unprobed: tuple[int, int, bool, bool], first_step: FirstStep | None, answers: Mapping[int, StepResult]
-    ) -> None:
-        """A step was run, and its answers were not refused yet."""
-        if first_step is not None:
-            first_step.check_choices_of(answers)
-        self._probed.add(unprobed)
+        return Results(graph.compiled, graph.placed.value_names, call.division, *given, call.plan.renames())
 
 
 _ONE_GRAPH = (
@@ -467,7 +470,7 @@ def _compared_settings(settings: Mapping[str, Mapping[Any, Any]]) -> dict[Any, A
     return {key: type(value) if isinstance(value, float) else value for key, value in _settings(settings).items()}
 
 
-def _can_probe(call: StepCall, results: Results) -> bool:
+def _can_probe(call: StepRequest, results: Results) -> bool:
     """Whether workers can look which returned values have as many rows as a micro-batch by chance."""
     division = call.division
     return results.merges and division.chunks > 1 and division.slices == 1 and not division.mask

@@ -119,10 +119,13 @@ class PlacedPipe:
         compile: CompileOptions | None = None,
         further: Iterable[Sequence[int]] = (),
         graph: int = 0,
+        buckets: tuple[GradientBucket, ...] | None = None,
     ) -> None:
         self.compiled, self.compile, self.graph = compiled, compile, graph
         self.settings: dict[str, StageSettings] = {}  # of each stage, that the script has changed
         self.place([ranks, *further])
+        if buckets is not None:  # those of another graph
+            self.buckets = buckets
         self.loss_stage = loss_stage(compiled)
         self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}
 

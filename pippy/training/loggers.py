@@ -324,15 +324,11 @@ class TrainingLoggers:
     @contextmanager
     def recorded(self, driver: PipelineDriverBase, step: int) -> Iterator[Recording | None]:
         """Inside, a step that is sent is recorded if its values are logged: its answers then tell what the workers did."""
-        before = driver.steps.recording
-        if not self._has(step) or before is not None:
-            yield before if self._has(step) else None
+        if not self._has(step) or driver.recording is not None:
+            yield driver.recording if self._has(step) else None
             return
-        driver.steps.recording = Recording(limit=1)
-        try:
-            yield driver.steps.recording
-        finally:
-            driver.steps.recording = before
+        with driver.record(limit=1) as recording:
+            yield recording
 
     def log(self, report: StepReport) -> None:
         """Log a step, if its turn has come, and an evaluation after it in any case."""

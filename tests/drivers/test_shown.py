@@ -43,9 +43,9 @@ def test_objects_are_shown_in_a_line(threads, tmp_path):
         f"<PipelineDriver: {PROGRAM}, 2 stages on {names}>"
     )
     running = driver.run_async(4, x, x)
-    assert repr(running) == "<RunningStep, not waited for>"
+    assert repr(running) == "<PostedStep, not waited for>"
     running.result()
-    assert repr(running) == "<RunningStep, done>"
+    assert repr(running) == "<PostedStep, done>"
     with driver.record() as recording:
         assert repr(recording) == recording._repr_html_().replace("&lt;", "<").replace("&gt;", ">")
         assert repr(recording) == "<Recording of 0 steps>"

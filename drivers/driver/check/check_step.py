@@ -285,26 +285,26 @@ def result_numbers(result: Any) -> dict[ComparedKey, Any]:
     return numbers if result is None else {**numbers, ("loss", ""): result}
 
 
-def witness_of(driver: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[], bool]) -> Witness | None:
-    """The user's model of a driver, for a graph of it; None if no process holds it. ``is_fresh`` says if its numbers are those
+def witness_of(on_workers: ModelOnWorkers, compiled: Compiled, is_fresh: Callable[[], bool]) -> Witness | None:
+    """The user's model, for a graph of it; None if no process holds it. ``is_fresh`` says if its numbers are those
     of the workers."""
-    model = model_of(driver.pipe)
+    model = model_of(on_workers.pipe)
     if model is None or any(each.is_meta for _, each in named_state(model)):
         return None
 
     def numbers() -> Mapping[str, Any]:
         if is_fresh():
             return {}
-        names = [*first_names(driver.pipe).values(), *_buffers_of_loss(driver)]
-        return driver._fetch(name for name in names if driver.placed.locations(name))
+        names = [*first_names(on_workers.pipe).values(), *_buffers_of_loss(on_workers)]
+        return on_workers._fetch(name for name in names if on_workers.placed.locations(name))
 
-    return Witness(model, loss_of(driver.pipe), compiled, numbers)
+    return Witness(model, loss_of(on_workers.pipe), compiled, numbers)
 
 
-def _buffers_of_loss(driver: ModelOnWorkers) -> list[str]:
+def _buffers_of_loss(model: ModelOnWorkers) -> list[str]:
     """The names of the loss's buffers that its forward may have changed. Those that the script has set, steps are given."""
-    loss, held = loss_of(driver.pipe), driver.compiled_pipe.loss_module
-    set_by_script = {name for _, name in driver.watch.settings.get(LOSS, {})}
+    loss, held = loss_of(model.pipe), model.placed.compiled.loss_module
+    set_by_script = {name for _, name in model.watch.settings.get(LOSS, {})}
     if not isinstance(loss, nn.Module) or type(held) is not type(loss):
         return []
     return [f"{LOSS}.{name}" for name, _ in held.named_buffers() if name.rpartition(".")[2] not in set_by_script]

@@ -52,7 +52,7 @@ from pippy.drivers.driver.check.rows import (
 )
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.check.witness import Witness
-from pippy.drivers.driver.steps.prepared_step import StepCall
+from pippy.drivers.driver.steps.prepared_step import StepRequest
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.worker.measure.watch import Watch
 from pippy.ir.base.errors import PippyError
@@ -109,7 +109,7 @@ class FirstStep:
     def _loss_reduction(self) -> LossReduction:
         return LossReduction(self.how, self.single_loss)
 
-    def check(self, call: StepCall, run: RunWhole) -> None:
+    def check(self, call: StepRequest, run: RunWhole) -> None:
         """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong, or if they
         cannot be compared. ``run`` runs the step as a trial."""
         division = call.division
@@ -153,7 +153,7 @@ class FirstStep:
             for tensor in (tensors(leaf.held()) if awaited == place else ())
         )
 
-    def _kind(self, call: StepCall) -> Any:
+    def _kind(self, call: StepRequest) -> Any:
         """The kind of a step, all that decides whether it may be cut: the modes of modules, the kinds of arguments, the graphs,
         and the number of rows where forward asks for it."""
         division, graphs = call.division, [each.graph for each in call.plan.parts]
@@ -170,7 +170,7 @@ class FirstStep:
 
     # What is compared: a few rows, more of them if all do not fit into the budget, and else all
 
-    def _check(self, call: StepCall, run: RunWhole) -> Checked:
+    def _check(self, call: StepRequest, run: RunWhole) -> Checked:
         division, reasons = call.division, list[str]()
         sets: list[Compared] = []
         whole = None
@@ -191,7 +191,7 @@ class FirstStep:
             self._compare_unlike(division)
         return self._said(division, sets, whole)
 
-    def _loaded(self, call: StepCall, run: RunWhole) -> Division:
+    def _loaded(self, call: StepRequest, run: RunWhole) -> Division:
         """The mini-batch with the values that workers load, which both sides are given: datasets may draw random numbers."""
         division = call.division
         if not division.loads:
@@ -263,7 +263,7 @@ class FirstStep:
         except (CannotCompare, PippyError):  # the Pipe was traced for fewer rows, for one
             return None
 
-    def _whole(self, call: StepCall, division: Division, run: RunWhole, may_be_left_out: bool) -> Compared | None:
+    def _whole(self, call: StepRequest, division: Division, run: RunWhole, may_be_left_out: bool) -> Compared | None:
         """All rows, by the step's own program. None if they do not fit into the budget, and may be left out."""
         cost, rows = self.comparisons.cost, division.rows or 0
         if may_be_left_out and cost is not None and self.budget.rows(cost, self._device) < rows:
@@ -434,7 +434,7 @@ def _masks(asked: TrialNotes) -> list[ComputedChoice]:
 
 
 @contextmanager
-def _rows_decide(call: StepCall) -> Iterator[None]:
+def _rows_decide(call: StepRequest) -> Iterator[None]:
     """Have an error say that forward depends on the number of rows, if micro-batches go by graphs for other numbers."""
     try:
         yield

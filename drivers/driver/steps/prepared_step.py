@@ -1,6 +1,6 @@
 """A step before it is sent: the call, and a message for each worker. They are made from plain values; nothing is sent here.
 
-args, kwargs ──▶ StepCall ──┐
+args, kwargs ──▶ StepRequest ─┐
 program, as sent ───────────┼──▶ prepare ──▶ a Step for each worker ──▶ DriverCommands.post_step
 weights, hooks, flags ──────┘
 """
@@ -21,9 +21,9 @@ from pippy.ir.base.surroundings import Surroundings
 
 
 @dataclass(frozen=True)
-class StepCall:
-    """A call of a step: by which graphs of the model its micro-batches go, whether it leaves gradients, and what it gives
-    beside the loss.
+class StepRequest:
+    """What a step is asked to do: by which graphs of the model its micro-batches go, whether it leaves gradients, and what it
+    gives beside the loss.
 
     ``division`` is the mini-batch as the first of these graphs takes it. ``columns`` are the parts of the rows that workers
     load, ``surroundings`` what was in force around the call, and ``hooks`` the hooks of parameters then. If there is a
@@ -46,7 +46,7 @@ class StepCall:
 
 
 def prepare(
-    call: StepCall,
+    call: StepRequest,
     message: Step,
     sent: Sequence[SentProgram],
     results: Results,
@@ -82,7 +82,7 @@ def prepare(
 
 
 def _part(
-    call: StepCall,
+    call: StepRequest,
     part: GraphPart,
     sent: SentProgram,
     results: Results,

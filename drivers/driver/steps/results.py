@@ -110,7 +110,8 @@ class Results:
     """Makes the result of a step from the values that the workers return.
 
     ``names`` has the names of the top-level graph's values, by which the workers return them. The other arguments are what
-    the driver was given. ``assumes`` says that the reduction of the loss is not known, so that it must be checked.
+    the driver was given. ``assumes`` says that the reduction of the loss is not known, so that it must be checked. ``renames``
+    has for each part of the step the names that its values have here.
     """
 
     def __init__(
@@ -123,10 +124,12 @@ class Results:
         single_loss: bool = False,
         trains: bool = False,
         outputs: bool | None = None,
+        renames: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.trains, self.outputs, self.loss_reduction = trains, outputs, loss_reduction
         self.compiled, self.names, self.division = compiled, names, division
-        self.output_spec, self.single_loss = output_spec, single_loss
+        self.output_spec, self.single_loss, self.renames = output_spec, single_loss, renames
+        self.result: Any = None
         self.reduction = reduction_of(compiled.loss_module)
         self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
         self.weighs_elsewhere = compiled.loss is not None and not single_loss and self._weighs_elsewhere()
@@ -164,6 +167,20 @@ class Results:
         """Whether the Pipe gives the loss, and nothing else."""
         output = self.compiled.split_gm.graph.output_node().args[0]
         return isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list)
+
+    def accept(self, answers: Mapping[int, StepResult]) -> Any:
+        """Make the result of the mini-batch from the answers of the workers. If that fails, the step has failed."""
+        values: dict[str, Any] = {}
+        for answer in answers.values():  # in the order of the replicas
+            self.weights = answer.weights or self.weights
+            for at, part in enumerate((answer, *answer.then)):
+                named = self.renames[at] if at else {}
+                for own, value in part.values.items():
+                    name = named.get(own, own)
+                    values[name] = joined_micro_batches(values[name], value) if name in values else value
+        by_chance = [each for answer in answers.values() for each in answer.by_chance]
+        self.result = self.assemble(values, by_chance)
+        return self.result
 
     def assemble(self, returned: Mapping[str, Any], by_chance: Sequence[tuple[str, int]] = ()) -> Any:
         """The result of the mini-batch. ``by_chance`` names tensors that have as many rows as a micro-batch by chance."""
@@ -250,58 +267,37 @@ class Results:
         return value
 
 
-class RunningStep:
-    """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
+class PostedStep:
+    """A step that was sent. ``rows`` is the number of its rows; None if the mini-batch has none.
 
-    ``accepted`` is called with the answers when none was refused, and may refuse them. ``rows`` is the number of rows; None if
-    the mini-batch has none. ``renames`` has for each part of the step the names that its values have in ``results``.
+    ``results`` has the result when all workers have answered. ``note`` is given the answers, if the step is recorded.
     """
 
     def __init__(
         self,
         session: Session,
+        posted: PendingCommand,
         results: Results,
-        accepted: Callable[[Mapping[int, StepResult]], Any] = lambda answers: None,
-        renames: Sequence[Mapping[str, str]] = (),
+        note: Callable[[Mapping[int, StepResult]], None] | None,
     ) -> None:
-        self._session, self._accepted, self._renames = session, accepted, renames
+        self._session, self._note = session, note
+        self._posted: PendingCommand | None = posted
         self._results: Results | None = results
         self.rows = results.division.rows
-        self._posted: PendingCommand | None = None
         self._result: Any = None
 
-    def posted(self, posted: PendingCommand, note: Callable[[Mapping[int, StepResult]], None] | None) -> "RunningStep":
-        """The step was sent."""
-        self._posted, self._note = posted, note
-        return self
-
-    def accept(self, answers: Mapping[int, StepResult]) -> None:
-        """Make the result from the answers. If that fails, the step has failed."""
-        assert self._results is not None
-        values: dict[str, Any] = {}
-        for answer in answers.values():  # in the order of the replicas
-            self._results.weights = answer.weights or self._results.weights
-            for at, part in enumerate((answer, *answer.then)):
-                named = self._renames[at] if at else {}
-                for own, value in part.values.items():
-                    name = named.get(own, own)
-                    values[name] = joined_micro_batches(values[name], value) if name in values else value
-        by_chance = [each for answer in answers.values() for each in answer.by_chance]
-        self._result = self._results.assemble(values, by_chance)
-        self._accepted(answers)
-
     def __repr__(self) -> str:
-        return f"<RunningStep, {'done' if self._posted is None else 'not waited for'}>"
+        return f"<PostedStep, {'done' if self._posted is None else 'not waited for'}>"
 
     def result(self) -> Any:
         """Wait for the step, and return what `run` returns."""
         posted, results = self._posted, self._results
         if posted is not None and results is not None:
             with advising(results.division):
-                self._end(self._session.wait(posted))
+                self._end(self._session.wait(posted), results)
         return self._result
 
-    def _end(self, answers: Mapping[int, StepResult]) -> None:
+    def _end(self, answers: Mapping[int, StepResult], results: Results) -> None:
         with self._session.lock:
             if self._posted is None:  # another thread was here
                 return
@@ -310,6 +306,7 @@ class RunningStep:
             }
             if self._note is not None:
                 self._note(answers)
+            self._result = results.result
             self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches
 
 

@@ -51,7 +51,7 @@ def driver(threads):
 
 def prepared(driver, outputs=None, trains=True, told=None, **how):
     with torch.set_grad_enabled(trains):
-        call = driver.steps.call(Surroundings.current(), 3, (X, SKIPPED, TARGET), {}, outputs)
+        call = driver.steps.request(Surroundings.current(), 3, (X, SKIPPED, TARGET), {}, outputs)
         sent, results = driver.programs.next(3, trains), driver.steps.results(call, None)
     message = call.message(sent, results.weights, reduce=False)
     for name, value in how.items():
