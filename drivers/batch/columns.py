@@ -51,6 +51,8 @@ class Column(Elsewhere):
 
     >>> Column(None, "x", [IndexBatch(0, [5, 1, 4], ())])
     Column('x', 3 rows)
+    >>> Column(None, "x", [IndexBatch(0, [5, 1, 4], ())]).indices
+    [5, 1, 4]
     >>> Column(None, "x", [IndexBatch(0, range(rows), ()) for rows in (4, 3)], counts=[2, 2]).sizes
     (2, 2, 2, 1)
     """
@@ -69,6 +71,11 @@ class Column(Elsewhere):
             "a Column cannot be pickled: it stands for rows that the workers of one loader load. Pickle the "
             "indices, and make the Column again: loader.batch(indices)"
         )
+
+    @property
+    def indices(self) -> list[int]:
+        """Those of all rows, in the loader's dataset."""
+        return [index for each in self.batches for index in each.indices]
 
     @property
     def sizes(self) -> tuple[int, ...]:
