@@ -58,6 +58,11 @@ class Column(Elsewhere):
     def __init__(self, dataset: Any, key: ColumnKey, batches: Sequence[IndexBatch], counts: Sequence[int] = ()) -> None:
         self.dataset, self.key, self.batches, self.counts = dataset, key, tuple(batches), tuple(counts)
 
+    @property
+    def batch(self) -> IndexBatch:
+        """The mini-batch; the first one, of several that are run as one."""
+        return self.batches[0]
+
     def __len__(self) -> int:
         return sum(map(len, self.batches))
 
