@@ -3,7 +3,7 @@
 Question: when do the workers run the passes of a step, and what do they do in between?
 Command:  python -m exps.timeline docs/timeline     (from the root of the repository; --report page.html, --schedule NAME)
 Method:   one step of four stages, recorded and drawn. The stages sleep, as in exps.bubbles, so that two cores are enough
-          for four workers; stage 2 takes 1.5 times as long as the others.
+          for four workers. With ``--slow 1.5``, stage 2 takes 1.5 times as long as the others.
 Finding:  the pictures in docs/timeline_light.svg and docs/timeline_dark.svg.
 """
 
@@ -17,7 +17,7 @@ from exps.bubbles import ROWS, WIDTH, Sleeper
 from pippy import Pipe, PipelineDriver, cluster
 
 SECONDS = (0.010, 0.011, 0.009)  # of a stage's forward, and of the halves of its backward
-SLOW, FACTOR, CHUNKS = 2, 1.5, 8
+SLOW, CHUNKS = 2, 8
 
 
 def main() -> None:
@@ -25,8 +25,9 @@ def main() -> None:
     parser.add_argument("pictures", help="the SVG files to write, without _light.svg and _dark.svg")
     parser.add_argument("--report", help="an HTML file to write, too")
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--slow", type=float, default=1.0, help="by how much stage 2 is slower than the others")
     options = parser.parse_args()
-    factors = [FACTOR if stage == SLOW else 1.0 for stage in range(4)]
+    factors = [options.slow if stage == SLOW else 1.0 for stage in range(4)]
     stages = [Sleeper(*(each * factor for each in SECONDS)) for factor in factors]
     pipe = Pipe.from_sequential(nn.Sequential(*stages), nn.MSELoss())
     x = torch.zeros(CHUNKS * ROWS, WIDTH)
