@@ -25,13 +25,13 @@ LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cl
 
 def work(rank_info: RankInfo, board: RankBoard, by_rpc: bool) -> NoReturn:
     """Come in at the door of rank 0, and run a worker until the controller closes the cluster; then leave the script."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
     board.read("terms", [0])
     line, refused = board.read("door", [0])[0]
     if refused:
         raise ClusterError(refused)
     worker = RankWorker(rank_info, board, by_rpc, Invitation.of_line(line))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on Ctrl-C is the controller's
     worker.run()
     worker.leave()
     raise SystemExit(0)

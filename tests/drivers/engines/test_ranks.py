@@ -176,6 +176,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     assert "these ranks did not call cluster() within 0.2 s, as rank 0 saw: 1" in str(missing.value) == str(told.value)
     with within(3), pytest.raises(ClusterError, match=r"within 0.2 s, as rank 1 saw: 0"):
         work(RankInfo(1, 2, 1, 2, True), RankBoard(HashStore(), 1, 0.2), False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the script goes on, and is its own again"
 
 
 def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_reached(monkeypatch):
@@ -200,10 +201,11 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         board = RankBoard(TCPStore("127.0.0.1", store.port, is_master=False), 1, 60.0)
         board.write("host", "a")
-        board.read("host", [0])
+        work(RankInfo(1, 2, 1, 2, True), board, False)
 
     rank = Forked(wait)
     assert RankBoard(store, 0, 60.0).read("host", [1]) == ["a"]
+    assert until(lambda: len(os.listdir(f"/proc/{rank.pid}/task")) > 1), "it waits on a thread"
     os.kill(rank.pid, signal.SIGINT)
     assert rank.ended()[1].endswith("KeyboardInterrupt\n")
 
