@@ -343,12 +343,13 @@ def test_every_schedule(schedule, name, threads):
     step(threads, name, schedule=schedule, world_size=4 if schedule in alone else 2)
 
 
-COMPILED = {"compile": {"backend": "aot_eager"}}  # as inductor does, which takes seconds
+# As inductor does, which takes seconds; on processes, since it switches the anomaly mode of all threads while it compiles.
+COMPILED = {"compile": {"backend": "aot_eager"}}
 
 
 @pytest.mark.parametrize("options", [{"out_of_order": True}, COMPILED, {"schedule": "zb_h1"} | COMPILED])
-def test_other_ways_to_run(options, threads):
-    step(threads, "written out", **options)
+def test_other_ways_to_run(options, cluster):
+    step(cluster, "written out", **options)
 
 
 def test_one_loss_over_all(threads):
