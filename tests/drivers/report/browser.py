@@ -15,7 +15,8 @@ def opened(page, script, view="", profile=None):
     """The page after ``script`` ran, and what is in the data of its root, by name. An error of the page is one of these."""
     acting = page.with_name(f"acting-{page.name}")
     acting.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    options = ["--headless=new", "--virtual-time-budget=10000", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
+    options = ["--virtual-time-budget=10000"]  # what a page does a moment later is over, on a busy machine too
+    options += ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile or page.parent / 'profile'}"]
     command = [BROWSER, *options, "--dump-dom", f"{acting.as_uri()}{view}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
