@@ -42,7 +42,7 @@ class RankWorker(MemberWorker):
 
     def __init__(self, rank_info: RankInfo, board: RankBoard, by_rpc: bool, invitation: Invitation) -> None:
         self.rank_info, self.board, self.by_rpc = rank_info, board, by_rpc
-        self.runs = self.left = False
+        self.runs, self.left = threading.Event(), False
         why = ""
         try:
             end = come_in(invitation, rank_info.rank, min(board.timeout / 2, _COMES_WITHIN))
@@ -67,7 +67,7 @@ class RankWorker(MemberWorker):
             join_by_rpc(self.rank_info, self.board, self.address, worker.settings.timeout, worker)
         else:
             super().start_worker(worker, run)
-        self.runs = True
+        self.runs.set()
 
     def tell_failure(self, text: str) -> None:
         """Print why this rank fails: torchrun may end rank 0 before that can say it."""
@@ -86,7 +86,7 @@ class RankWorker(MemberWorker):
         who = f"{who} (pid {os.getpid()})"
         why = said.get("gone") or said.get("end")
         try:
-            if "gone" not in said and self.runs and self.worker is not None:
+            if "gone" not in said and self.worker is not None and self.runs.wait(LEAVES_WITHIN):
                 if why is not None:
                     say(f"{who} leaves: {why}")
                 self.worker.end()
@@ -95,7 +95,7 @@ class RankWorker(MemberWorker):
                     return
                 doing = self.worker.worker.doing()
                 why = f"{LEAVES_WITHIN:g} s after its cluster was closed it was still at {doing}"
-            say(f"{who} ends itself: {why}")
+            say(f"{who} ends itself: {why or 'its cluster was closed before it ran'}")
         finally:  # also where there is no memory to say it
             if not self.left:
                 exit_at_once(1)
