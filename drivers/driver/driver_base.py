@@ -174,14 +174,8 @@ class PipelineDriverBase(ModelOnWorkers):
         limit = self._out_of_order if given_for_it else bool(self._out_of_order)
         to_send = self.placed, self.commands, self.cluster.hosts_of, self.placement.workers
         self.programs = DriverPrograms(self.pipe, schedule, *to_send, settings.single_loss, limit)
-        recovery = self.recovery
-
-        def scale() -> float | None:
-            return None if recovery.scaler is None else recovery.scaler.scale_of_steps
-
-        of_model = self, self._optimizers, scale, self.cluster
         how = self._sliced, self._recordings, self._first_check
-        self.steps = StepRunner(*of_model, settings, arrangement, self.programs, *how)
+        self.steps = StepRunner(self, settings, arrangement, self.programs, *how)
         self._generation = TokenGeneration(self.pipe, self.placed, self.commands, arrangement.pipelines[0])
         self._places = DriverPlaces.of(type(self).__name__, self.placed.replicas)
 

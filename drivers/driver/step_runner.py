@@ -30,9 +30,7 @@ from pippy.drivers.driver.steps.graphs import DriverGraphs, GraphPart, StepGraph
 from pippy.drivers.driver.steps.prepared_step import StepRequest, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
 from pippy.drivers.driver.steps.results import PostedStep, Results, asked_outputs
-from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.placement.placed_pipe import PlacedHooks, PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics
 from pippy.drivers.protocol.state import TensorLocation
@@ -53,17 +51,14 @@ GraphCount = tuple[StepGraph, Division, Any]  # the graph, the micro-batches, an
 class StepRunner:
     """Runs the steps of a Pipe whose ``model`` is on workers: those of the ``arrangement``, by its schedule.
 
-    ``scale`` gives the number that the loss of the next step is multiplied by, if any. ``sliced`` divides the calls of a driver
-    that cuts sequences into slices. The latest of the ``recordings`` notes the steps. ``first_check`` says how the first step
-    is checked, if it is: whether buffers are compared as they are after the step, and within which budget.
+    ``sliced`` divides the calls of a driver that cuts sequences into slices. The latest of the ``recordings`` notes the steps.
+    ``first_check`` says how the first step is checked, if it is: whether buffers are compared as they are after the step, and
+    within which budget.
     """
 
     def __init__(
         self,
         model: ModelOnWorkers,
-        optimizers: Sequence[PipelineOptimizer],
-        scale: Callable[[], float | None],
-        cluster: Cluster,
         settings: StepSettings,
         arrangement: Arrangement,
         programs: DriverPrograms,
@@ -71,11 +66,10 @@ class StepRunner:
         recordings: Sequence[Recording],
         first_check: tuple[bool, Budget] | None,
     ) -> None:
-        self.model, self.optimizers, self.scale = model, optimizers, scale
-        self.settings, self.programs, self.recordings = settings, programs, recordings
+        self.model, self.settings, self.programs, self.recordings = model, settings, programs, recordings
         self.ranks, self.placement = arrangement.ranks, arrangement.placement
         self.is_single, self._auto = arrangement.schedule.replicas == 1, arrangement.schedule.auto
-        self.placed, self.commands, pipe = model.placed, model.commands, model.pipe
+        self.placed, self.commands, pipe, cluster = model.placed, model.commands, model.pipe, model.cluster
         self.compiled, self.workers = self.placed.compiled, cluster.workers
         self.session, self.device = cluster.session, torch.device(cluster.device_type)
         specs = settings.chunk_spec, settings.batch_dims, settings.mask
@@ -364,7 +358,8 @@ class StepRunner:
         refuse_inputs([*args, *kwargs.values()], trains)
         plan = self.planned(chunks, args, kwargs)
         hooks = self.hooks.now() if trains else self.commands.hooks
-        scale = self.scale() if trains else None
+        scaler = self.model.recovery.scaler if trains else None
+        scale = None if scaler is None else scaler.scale_of_steps
         return StepRequest(plan, plan.division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
 
     def planned(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepPlan:
@@ -415,7 +410,7 @@ class StepRunner:
         return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, self._states(), self.placed.compile)
 
     def _states(self) -> list[CountedOptimizer]:
-        return [each.counted() for each in self.optimizers]
+        return [each.counted() for each in self.model._optimizers]
 
     def trial_bytes(self, graph: StepGraph) -> TrialBytes:
         """What counts the bytes of trials."""

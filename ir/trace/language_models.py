@@ -57,7 +57,7 @@ def _check_has_cache(model: nn.Module, error: type[PippyError], what: str, first
 def trace_generation(model: nn.Module, prompt: bool) -> Traced:
     """The graph of one call in evaluation mode: with a whole prompt, or with one token behind others."""
     length, before = (_LENGTH, 0) if prompt else (1, _BEFORE)
-    with _evaluating(model), using_cache(FakeCache(before)):
+    with in_evaluation(model), using_cache(FakeCache(before)):
         lengths = {IDS: length, MASK: before + length, POSITIONS: length}
         constants = {"use_cache": True, "logits_to_keep": 1}
         call = CachedCall.of(model, named_parameters(model), lengths, constants, _logits_of_the_last)
@@ -161,7 +161,7 @@ class FakeCache(KeyValueCache):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> Iterator[None]:
     """A context in which all modules are in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()

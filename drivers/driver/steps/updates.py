@@ -16,6 +16,7 @@ from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.ir.base.public_calls import check_amount
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe, follow_training_flags
+from pippy.ir.trace.language_models import in_evaluation
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,10 @@ def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
 def evaluating(pipe: Pipe) -> Iterator[None]:
     """Put all stages in evaluation mode inside; afterwards each module has its mode of before."""
     follow_training_flags(pipe)
-    flags = {module: module.training for module in pipe.modules()}
-    pipe.eval()
     try:
-        yield
+        with in_evaluation(pipe):
+            yield
     finally:
-        for module, flag in flags.items():
-            module.training = flag
         follow_training_flags(pipe)
 
 
